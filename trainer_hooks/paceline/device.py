@@ -61,6 +61,10 @@ class DeviceTimer:
         event.record()
         return event
 
+    def release(self, event: Event) -> None:
+        """Return an event that is not needed to the pool."""
+        self._free.append(event)
+
     def enqueue(self, row: DeviceRow) -> None:
         """Write a record once the device has completed both events."""
         if len(self._queue) >= MAXIMUM_QUEUED:

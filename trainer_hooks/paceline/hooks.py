@@ -30,7 +30,8 @@ from paceline.environment import (
     locate_rank,
     read_rank_environment,
 )
-from paceline.loop import DataWait, Loop, StepBlock, Steps
+from paceline.loaders import count_steps
+from paceline.loop import DataWait, Loop, StepBlock
 from paceline.recorder import Recorder
 from paceline.sections import INERT
 from paceline.session import OPTIMIZER, Session, log_once
@@ -50,7 +51,7 @@ from paceline_wire.ring import (
 from paceline_wire.spans import NONE_32, Op
 from paceline_wire.topology import Topology
 
-Batch = TypeVar("Batch")
+Loader = TypeVar("Loader", bound=Iterable[Any])
 P = ParamSpec("P")
 
 
@@ -171,7 +172,9 @@ def _start(
 
 
 def _wrap_torch(session: Session, mesh: Any | None) -> None:
-    """Time torch.distributed, if it is loaded: a script that trains with it has loaded it."""
+    """Recognize steps and time torch.distributed, if they are loaded, as they are by then."""
+    if sys.modules.get("torch") is not None:
+        session.guard(session.watch_torch)
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return
@@ -203,16 +206,20 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
 # Steps
 
 
-def steps(loader: Iterable[Batch], *, start: int | None = None) -> Steps[Batch]:
-    """Iterate over `loader`; each iteration is one optimizer step.
+def steps(loader: Loader, *, start: int | None = None) -> Loader:
+    """Iterate over `loader` and record each step.
+
+    Each iteration is one step, unless optimizers of torch show that it is a microbatch: then a step
+    lasts until the next batch after an optimizer step.
 
     Args:
-        loader: yields batches. What is returned has its length and attributes.
+        loader: yields batches.
         start: number of the first step; default: one after the last step of this process, or 0.
             Iterating over the result again continues the count.
 
     Returns:
-        An iterable of the loader's batches.
+        An iterable of the loader's batches, with its length and attributes, also for setting them.
+        For a `DataLoader` it is an instance of its class, which frameworks can create again.
 
     Example:
         >>> for batch in paceline.steps(loader, start=checkpoint_step + 1):
@@ -223,7 +230,7 @@ def steps(loader: Iterable[Batch], *, start: int | None = None) -> Steps[Batch]:
     except Exception as error:
         log_once("start", "paceline.steps: counting from 0: %s", error)
         start = 0
-    return Steps(loader, _loop, start)
+    return count_steps(loader, _loop, start)
 
 
 def _step_number(step: int) -> int:
@@ -598,6 +605,7 @@ def _stop() -> None:
     if session is None:
         return
     session.recorder.unwatch_gc()
+    session.unwatch_torch()
     if session.process_groups is not None:
         session.process_groups.uninstall()
 

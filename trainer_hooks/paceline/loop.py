@@ -1,10 +1,18 @@
-"""Step boundaries: iterations of `paceline.steps`, or calls of `paceline.step` and `step_begin`."""
+"""Step boundaries: marked by the script, iterations of `paceline.steps`, or recognized.
+
+Who decides, in this order:
+
+1. the script, once it calls `begin` or uses a `StepBlock`;
+2. optimizer steps, as `recognition.py` sees them: a step ends when the next batch is fetched after
+   one, so that batches between two optimizer steps are microbatches of one step;
+3. iterations of `run`, if no torch optimizer takes part.
+"""
 
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 from paceline.environment import process_started_ns
 from paceline.recorder import Recorder
@@ -14,60 +22,63 @@ from paceline_wire.spans import Op
 
 Batch = TypeVar("Batch")
 
+# Iterations of `run` that may pass without an optimizer step before iterations are steps after all:
+# the optimizer is compiled, or a graph of the device replays it.
+MOST_MICROBATCHES = 256
+MOST_BATCHES_WITHOUT_BACKWARD = 64
 
-class Steps(Generic[Batch]):
-    """An iterable over a data loader that also has the loader's attributes and length."""
 
-    def __init__(
-        self, loader: Iterable[Batch], find_loop: Callable[[], Loop | None], start: int | None
-    ) -> None:
-        self._loader = loader
-        self._find_loop = find_loop  # called at iteration: a loader may be created before `init`
-        self._start = start
+class LoopWatcher(Protocol):
+    """Is called when the loop passes certain points."""
 
-    def __iter__(self) -> Iterator[Batch]:
-        loop = self._find_loop()
-        if loop is None:
-            return iter(self._loader)
-        start, self._start = self._start, None  # the next epoch continues the count
-        return loop.run(self._loader, start)
+    def iteration_begins(self) -> None:
+        """`run` is about to fetch a batch."""
 
-    def __len__(self) -> int:
-        if not isinstance(self._loader, Sized):
-            raise TypeError(f"{type(self._loader).__name__} has no len()")
-        return len(self._loader)
+    def wait_ends(self) -> None:
+        """A batch is there."""
 
-    def __bool__(self) -> bool:
-        return bool(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the loader, such as `sampler` or `batch_size`."""
-        if name == "_loader" or name.startswith("__"):  # copy and pickle: no `__init__` yet
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+    def step_ends(self) -> None:
+        """The open step ends."""
 
 
 class Loop:
     """The step counter of a process; marks the step boundaries in the ring.
 
-    Boundaries come from the iterations of `run`, or, once the script uses `begin` or a `StepBlock`,
-    from these only. A wait for data that begins between two steps is the start of the next
-    step. All of this belongs to the thread that owns the ring; in others nothing happens.
+    A wait for data that begins between two steps is the start of the next step. All of this belongs
+    to the thread that owns the ring; in others nothing happens.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.at_boundary: Callable[[], None] | None = None  # set if there may be a device
+        self.has_optimizer: Callable[[], bool] = bool  # whether the script has a torch optimizer
+        self.watcher: LoopWatcher | None = None
+        self.is_open = False  # a step has begun
+        self.is_explicit = False  # the script marks its steps
+        self.is_running = False  # inside `run`
+        self.is_waiting = False  # for data
+        # The open step, as `recognition.py` sees it:
+        self.backwards = 0
+        self.batches = 0
+        self.optimizer_calls: list[int] = []  # one key per call
+        self.optimized_ns = 0  # end of the last call
+        self.has_optimized = False  # in any step
         self._next_step = 0
         self._started = False
-        self._running = False  # inside `run`
-        self._open = False  # a step has begun
-        self._marked = False  # by a call of the script, which also ends it
-        self._explicit = False  # the script calls `begin`: iterations are no steps
+        self._marked = False  # the script began the open step, and will end it
         self._blocks = 0  # open `StepBlock`s
         self._waits = 0  # open waits for data, nested
         self._begins_step = False  # the open wait is the start of its step
         self._wait = Section(recorder, Op.DATA_WAIT)
+
+    @property
+    def is_recognized(self) -> bool:
+        """Return whether nothing but `recognition.py` marks steps."""
+        return not self.is_explicit and not self.is_running
+
+    def is_usable(self) -> bool:
+        """Return whether this is the thread that trains."""
+        return get_ident() == self._recorder.owner
 
     # Calls of the script
 
@@ -75,13 +86,13 @@ class Loop:
         """Begin a step; end the previous one if `end` was not called. Nothing in a `StepBlock`."""
         if self.is_usable() and not self._blocks:
             if self._marked:
-                self._end_step()
+                self.end_step()
             self._mark(step)
 
     def end(self) -> None:
         """End the step that `begin` began, if it is open."""
         if self.is_usable() and self._marked and not self._blocks:
-            self._end_step()
+            self.end_step()
 
     def enter_block(self, step: int | None) -> bool:
         """Enter a `StepBlock`. Return whether it begins a step: not inside another one."""
@@ -99,32 +110,34 @@ class Loop:
             return
         self._blocks = max(0, self._blocks - 1)
         if begun and self._marked and failed:
-            self._leave()
+            self._drop()
         elif begun and self._marked:
-            self._end_step()
+            self.end_step()
 
     def _mark(self, step: int | None) -> None:
-        self._explicit = True
+        if not self.is_explicit:
+            self.is_explicit = True
+            if self.is_open and self.optimizer_calls:  # what was recognized before is over
+                self.end_step()
         if self._waits:  # the loader itself marks steps: its wait ends here
             self._waits = 1
             self.end_wait()
-        if not self._open or step not in (None, self._recorder.step):
-            self._begin_step(self._next_step if step is None else step)
-            self._recorder.pop(1)  # nothing is waited for
+        if not self.is_open or step not in (None, self._recorder.step):
+            self.begin_step(self._next_step if step is None else step)
         self._marked = True
-
-    def is_usable(self) -> bool:
-        """Return whether this is the thread that trains."""
-        return get_ident() == self._recorder.owner
 
     # Waits for data
 
     def begin_wait(self) -> None:
         """Begin to wait for data; between two steps, with the next step."""
-        self._waits += 1
-        if self._waits > 1:
+        if self._waits:
+            self._waits += 1
             return
-        self._begins_step = not self._open
+        if self.is_recognized and self.optimizer_calls:
+            self.end_step()
+        self._waits = 1
+        self.is_waiting = True
+        self._begins_step = not self.is_open
         if self._begins_step:
             self._begin_step(self._next_step)
         else:
@@ -136,50 +149,95 @@ class Loop:
             return
         self._waits -= 1
         if not self._waits:
+            self.is_waiting = False
+            self.batches += 1
             if self._begins_step:
                 self._recorder.end_data_wait()
+            else:
+                self._wait.__exit__(None, None, None)
+            if self.watcher is not None:
+                self._notify(self.watcher.wait_ends)
+
+    def cancel_wait(self) -> None:
+        """End a wait for data that brought none, and drop the step that it began."""
+        if not self._waits:
+            return
+        self._waits -= 1
+        if not self._waits:
+            self.is_waiting = False
+            if self._begins_step:
+                self._drop()
             else:
                 self._wait.__exit__(None, None, None)
 
     # Iterations
 
     def run(self, loader: Iterable[Batch], start: int | None) -> Iterator[Batch]:
-        """Yield the loader's batches and record each as a step; a nested loop records nothing."""
+        """Yield the loader's batches and record the steps; a nested loop records nothing."""
         # Checked at the first batch: an iterator may be created earlier.
-        if self._running or self._waits or not self.is_usable():
+        if self.is_running or self._waits or not self.is_usable():
             for batch in loader:
                 yield batch  # `yield from` would close the loader's own iterator
             return
-        self._running = True
+        if self.is_open and not self.is_explicit:  # recognized until now
+            self._leave()
+        self.is_running = True
         try:
             batches = iter(loader)
-            if start is not None and not self._open:
+            if start is not None and not self.is_open:
                 self._next_step = start
             while True:
-                if self._open and not self._explicit:
-                    self._end_step()
+                if self.watcher is not None:
+                    self._notify(self.watcher.iteration_begins)
+                if self.is_open and self._is_over():
+                    self.end_step()
                 self.begin_wait()
                 try:
                     batch = next(batches)
                 except StopIteration:
+                    self.cancel_wait()
                     return
-                self.end_wait()
-                try:
-                    yield batch
-                except GeneratorExit:
-                    # The script left by `break` or an error: a step if it measured anything.
-                    if self._open and not self._explicit and self._has_content():
-                        self._end_step()
+                except BaseException:
+                    self.cancel_wait()
                     raise
+                self.end_wait()
+                yield batch
         finally:
-            self._running = False
+            self.is_running = False
             if not self._marked:
                 self._leave()
+
+    def _is_over(self) -> bool:
+        """Return whether the next iteration of `run` begins another step."""
+        if self.is_explicit:
+            return False
+        if self.optimizer_calls:
+            return True
+        most = MOST_MICROBATCHES if self.backwards else MOST_BATCHES_WITHOUT_BACKWARD
+        if self.batches < most and (self.has_optimized or self.has_optimizer()):
+            return False
+        if self.batches >= most or self.backwards:
+            self.has_optimized = False
+            self.has_optimizer = bool  # iterations are steps from now on
+        return True
+
+    def _leave(self) -> None:
+        """Leave a loop by its end, `break` or an error: a step if it measured anything."""
+        is_step = self.optimizer_calls or not (self.has_optimized or self.backwards)
+        if self.is_open and not self.is_explicit and is_step and self._has_content():
+            self.end_step()
+        else:
+            self._drop()
 
     def _has_content(self) -> bool:
         return self._recorder.head > self._recorder.step_head
 
     # Steps
+
+    def begin_step(self, step: int | None = None) -> None:
+        """Begin a step without a wait for data."""
+        self._begin_step(self._next_step if step is None else step)
+        self._recorder.pop(1)
 
     def _begin_step(self, step: int) -> None:
         recorder = self._recorder
@@ -187,7 +245,9 @@ class Loop:
             self.at_boundary()
         recorder.begin_step(step)
         self._next_step = step
-        self._open = True
+        self.is_open = True
+        self.backwards = self.batches = 0
+        self.optimizer_calls.clear()
         if not self._started:
             self._start()
 
@@ -199,18 +259,35 @@ class Loop:
         if process_ns is not None and process_ns < now:
             self._recorder.write_simple(Op.STARTUP, process_ns, now)
 
-    def _end_step(self) -> None:
+    def end_step(self, at_ns: int | None = None) -> None:
+        """Record the open step; it ended at `at_ns`, default now."""
         recorder = self._recorder
-        recorder.end_step()
+        if at_ns is None:
+            recorder.end_step()
+        else:
+            recorder.write_simple(Op.STEP, recorder.step_started_ns, at_ns)
         self._next_step = recorder.step + 1
-        self._open = self._marked = False
-        recorder.leave_loop()
+        if self.watcher is not None:
+            self._notify(self.watcher.step_ends)
+        self._drop()
 
-    def _leave(self) -> None:
-        """Drop the open step: nothing came of it."""
-        self._open = self._marked = False
+    def _drop(self) -> None:
+        """Close the step without recording it."""
+        self.is_open = self.is_waiting = self._marked = False
         self._waits = 0
+        self.optimizer_calls.clear()
         self._recorder.leave_loop()
+
+    def _notify(self, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except Exception:  # an error of Paceline must not end the training loop
+            self._recorder.failures += 1
+
+    def finish(self) -> None:
+        """Record the last step, which no fetch of a batch has ended, if it is complete."""
+        if self.is_open and not self._marked and self.optimizer_calls:
+            self.end_step(self.optimized_ns)
 
 
 class StepBlock:
@@ -244,4 +321,7 @@ class DataWait:
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
         if self._loop.is_usable():
-            self._loop.end_wait()
+            if kind is None:
+                self._loop.end_wait()
+            else:
+                self._loop.cancel_wait()

@@ -17,8 +17,10 @@ from paceline.collectives.native import NativeRecorder
 from paceline.collectives.process_groups import ProcessGroupRecorder
 from paceline.device import DevicePipelining, DeviceSection, DeviceTimer, DeviceTransfer
 from paceline.loop import Loop
+from paceline.recognition import Recognition
 from paceline.recorder import Recorder
 from paceline.sections import INERT, OtherThreadSection, StatusSection, Transfer
+from paceline.torch_events import TorchEvents
 from paceline.writer import Pipelining, Section
 from paceline.writer.interface import Timed
 from paceline_wire.coverage import NOT_RECORDED, RECORDER
@@ -40,6 +42,8 @@ MAXIMUM_SECTIONS = 4096  # distinct names; more means that a name contains a cou
 NAMES_BYTES = DEFINITIONS_BYTES * 3 // 4  # the rest of the definitions is for process groups
 LONGEST_NAME = 200
 MAXIMUM_ACTIONS = 1 << 14  # distinct (op, microbatch, chunk, peer)
+
+DESCRIBED_AFTER_STEPS = (3, 8, 32, 256)  # what was recognized is reported, if it changed
 
 LARGEST_SQUARES = 1 << 62  # the largest sum of squared lengths that a reader accepts
 
@@ -64,6 +68,10 @@ class Session:
         recorder.sections[OPTIMIZER] = Section(recorder, Op.OPTIMIZER)
         self.checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
         self.evaluate = StatusSection(recorder, Op.EVALUATE, Status.EVALUATING)
+        self.recognition = Recognition(self)
+        self.steps_ended = 0
+        self._events: TorchEvents | None = None  # set while torch is watched
+        self._phases: dict[int, Section] = {}  # that are recognized, by op
         self.created = 0  # sections and actions
         self.is_automatic = False  # started by `PACELINE=1`, and not yet by the script
         self.command: Control | None = None
@@ -172,6 +180,49 @@ class Session:
         self.created += 1
         return section
 
+    def phase(self, op: int) -> Section:
+        """Return the section of a recognized phase, measured on the device if there is one."""
+        section = self._phases.get(op)
+        if section is None:
+            section = self._phases[op] = self._create_section(op)
+        return section
+
+    def marks_optimizer(self) -> bool:
+        """Return whether the script times the optimizer's step itself at this moment."""
+        return self.recorder.sections[OPTIMIZER].start > 0
+
+    def marks_compute(self) -> bool:
+        """Return whether the script times its forwards and backwards itself."""
+        return any(self.actions[op] or self.sized_actions[op] for op in COMPUTE_OPS)
+
+    # Recognition
+
+    def watch_torch(self) -> None:
+        """Recognize steps and their phases from now on. Torch is loaded."""
+        if self._events is None:
+            self._events = TorchEvents.get()
+            self._events.start(self.recognition, self.recorder, self.checkpoint)
+            self.loop.has_optimizer = self._events.has_optimizer
+            self.loop.watcher = self.recognition
+
+    def unwatch_torch(self) -> None:
+        """Recognize nothing any more."""
+        if self._events is not None:
+            self._events.stop()
+            self._events = None
+            self.loop.watcher = None
+
+    def step_ended(self) -> None:
+        """Describe what was recognized, after some of the first steps."""
+        self.steps_ended += 1
+        if self._events is not None:
+            self._events.watch_modules()
+        if self.steps_ended in DESCRIBED_AFTER_STEPS:
+            self.guard(self._describe_steps)
+
+    def _describe_steps(self) -> None:
+        self.update(source="steps", metadata={"steps": self.recognition.describe()})
+
     # Pipeline actions
 
     def add_action(
@@ -246,10 +297,12 @@ class Session:
             for actions in (*self.actions, *self.sized_actions):
                 actions.clear()
             self.recorder.sections.clear()
+            self._phases.clear()
             self.recorder.sections[OPTIMIZER] = self._create_section(Op.OPTIMIZER)
 
     def end(self, status: int) -> None:
         """Write what is pending and show the final status."""
+        self.loop.finish()
         if self.process_groups is not None:
             self.process_groups.finish()
         self.recorder.leave_loop()
@@ -260,6 +313,7 @@ class Session:
     def detach(self) -> None:
         """Stop writing to the ring, in a forked child: it is the parent's."""
         self.recorder.detach()
+        self.unwatch_torch()
         if self.process_groups is not None:
             self.process_groups.uninstall()
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.steps.columns import COMMUNICATION, Bools, Ints, Spans, one_of
+from paceline_server.steps.columns import CHUNK, COMMUNICATION, Bools, Ints, Spans, one_of
 from paceline_server.steps.replicas import ReplicaPhases
 from paceline_server.steps.timeline import StepTimeline, latest_end
 from paceline_server.steps.timing import RankTimes
@@ -81,6 +81,15 @@ class Breakdown:
     self_ns: Ints
 
 
+def is_marked(microbatch: Ints, chunk: Ints) -> Bools:
+    """Return which forwards and backwards a script or schedule marked.
+
+    The others were recognized from autograd: they need not cover all that the rank computes.
+    """
+    marked: Bools = (microbatch >= 0) | (chunk >= 0)
+    return marked
+
+
 def compute_rows(spans: Spans, timeline: StepTimeline) -> Ints:
     """Return the rows of forwards and backwards of training, without those of evaluations."""
     chosen = one_of(spans.op, COMPUTE)
@@ -143,10 +152,11 @@ def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> Ra
     seconds = breakdown.part_ns / 1e9
     total = (timeline.end_ns - timeline.begin_ns) / 1e9
     hooked = np.zeros(len(timeline), dtype=np.bool_)
-    hooked[timeline.owner[one_of(spans.op, COMPUTE)]] = True
+    marked = is_marked(spans.microbatch, spans.row(CHUNK))
+    hooked[timeline.owner[one_of(spans.op, COMPUTE) & marked]] = True
     # In a loop without microbatch hooks, unexplained time counts as compute.
     rest = np.maximum(total - seconds.sum(axis=0), 0.0)
-    compute = np.where(hooked, seconds[Part.COMPUTE], rest)
+    compute = seconds[Part.COMPUTE] + np.where(hooked, 0.0, rest)
     wait = seconds[Part.NESTED_WAIT] + seconds[Part.OUTER_WAIT]
     return RankTimes(
         rank=timeline.ranks,

@@ -9,7 +9,7 @@ compare times of one node, or use durations, which need no common clock). Unknow
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,10 @@ class ComputeTimes:
     self_seconds: Floats  # without the waits nested in it
     tokens: Ints  # sum of the sequence lengths of the microbatch; 0: not given
     squared_tokens: Ints  # sum of their squares; 0: not given
+
+    def where(self, rows: npt.NDArray[np.bool_]) -> ComputeTimes:
+        """Return these rows."""
+        return ComputeTimes(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)

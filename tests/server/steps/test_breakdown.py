@@ -21,12 +21,12 @@ from paceline_wire.spans import Flag, Op
 MS = 1_000_000
 
 
-def spans(*rows: tuple[int, int, int], flags: int = 0) -> Spans:
-    """Return spans of rows (op, start ms, end ms)."""
+def spans(*rows: tuple[int, int, int], flags: int = 0, chunk: int = 0) -> Spans:
+    """Return spans of rows (op, start ms, end ms). Chunk -1: recognized, not marked."""
     table = np.full((FIELDS, len(rows)), -1, dtype=np.int64)
     for column, (op, start, end) in enumerate(rows):
         table[:, column] = [
-            0, column, op, 0, -1, flags, 0, -1, -1, 0, 0, start * MS, (end - start) * MS,
+            0, column, op, 0, chunk, flags, 0, -1, -1, 0, 0, start * MS, (end - start) * MS,
         ]  # fmt: skip
     return Spans(table)
 
@@ -36,9 +36,10 @@ def parts_of(
     waits_ms: list[int] | None = None,
     phase_ms: tuple[int, int] | None = None,
     flags: int = 0,
+    chunk: int = 0,
 ) -> dict[str, float]:
     """Return seconds by part. The rows contain a STEP; `waits_ms` has one value per row."""
-    one = spans(*rows, flags=flags)
+    one = spans(*rows, flags=flags, chunk=chunk)
     timeline = StepTimeline(one)
     alone = ReplicaPhases(timeline.end_ns, timeline.end_ns)
     if phase_ms is not None:
@@ -100,6 +101,13 @@ def test_waiting_for_another_stage_is_the_bubble_only_within_the_pipeline_phase(
 def test_without_microbatch_hooks_unexplained_time_is_compute():
     part = parts_of((Op.DATA_WAIT, 0, 2), (Op.ALL_REDUCE, 8, 10), (Op.STEP, 0, 12))
     assert part["self"] == pytest.approx(0.008)
+
+
+def test_recognized_forwards_and_backwards_leave_the_rest_of_the_step_as_compute():
+    rows = ((Op.FORWARD, 2, 5), (Op.BACKWARD, 5, 9), (Op.ALL_REDUCE, 8, 9), (Op.STEP, 0, 12))
+    part = parts_of(*rows, waits_ms=[0, 0, 1, 0], chunk=-1)
+    assert part["self"] == part["compute"] == pytest.approx(0.011)
+    assert part["wait"] == pytest.approx(0.001)
 
 
 def test_a_step_begins_with_the_wait_for_its_data():

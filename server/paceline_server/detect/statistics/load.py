@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.statistics.lengths import ExpectedCompute
+from paceline_server.steps.breakdown import is_marked
 from paceline_server.steps.timing import ComputeTimes, StepTiming
 from paceline_wire.topology import Topology
 
@@ -54,8 +55,11 @@ class ComputeLoads:
 
 
 def _with_unhooked(timing: StepTiming, world: int) -> ComputeTimes:
-    """Return the compute rows, plus one per rank whose loop has no microbatch hooks."""
+    """Return the marked compute rows, plus one per rank whose loop has no microbatch hooks."""
     rows, ranks = timing.compute, timing.ranks
+    marked = is_marked(rows.microbatch, rows.chunk)
+    if not marked.all():
+        rows = rows.where(marked)
     hooked = np.bincount(rows.rank, minlength=world) > 0
     bare = ~hooked[ranks.rank] & (ranks.self_seconds > 0)
     count = int(bare.sum())

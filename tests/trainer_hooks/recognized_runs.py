@@ -1,0 +1,324 @@
+"""Trainings that call nothing of Paceline but `init`; each is recorded in a ring of its own.
+
+Every scenario trains STEPS steps, whatever its loop looks like.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline import hooks
+from paceline_wire.spans import Op
+
+STEPS = 6
+ACCUMULATED = 4
+
+features = torch.randn(STEPS * ACCUMULATED, 8)
+directory = Path(sys.argv[1])
+
+
+def loader(batches: int = STEPS, **options: Any) -> DataLoader[tuple[torch.Tensor, ...]]:
+    return DataLoader(TensorDataset(features[:batches]), batch_size=1, **options)
+
+
+def model_of(count: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
+
+
+def plain() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (batch,) in loader():
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+
+
+def several_epochs() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for (batch,) in loader(STEPS // 2):
+            model(batch).sum().backward()
+            optimizer.step()
+
+
+def accumulation() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (batch,) in enumerate(loader(STEPS * ACCUMULATED)):
+        model(batch).sum().backward()
+        if number % ACCUMULATED == ACCUMULATED - 1:
+            optimizer.step()
+
+
+def accumulation_in_steps() -> None:
+    """The rows of the loader are microbatches, also for `paceline.steps`."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (batch,) in enumerate(paceline.steps(loader(STEPS * ACCUMULATED))):
+        model(batch).sum().backward()
+        if number % ACCUMULATED == ACCUMULATED - 1:
+            optimizer.step()
+
+
+def prefetched_accumulation() -> None:
+    """As the HF Trainer does: all microbatches of a step are fetched before the first."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = iter(loader(STEPS * ACCUMULATED))
+    for _ in range(STEPS):
+        for (batch,) in [next(batches) for _ in range(ACCUMULATED)]:
+            model(batch).sum().backward()
+        optimizer.step()
+
+
+def without_loader() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(STEPS):
+        model(features[:2]).sum().backward()
+        optimizer.step()
+
+
+def one_batch_for_all() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (batch,) = next(iter(loader()))
+    for _ in range(STEPS):
+        model(batch).sum().backward()
+        optimizer.step()
+
+
+def adversarial(batches: Iterator[Any] | None = None) -> None:
+    """Two optimizers per step."""
+    generator, critic = model_of(), model_of()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (critic, generator)]
+    for _ in range(STEPS):
+        batch = next(batches)[0] if batches is not None else features[:1]
+        critic(batch).sum().backward()
+        optimizers[0].step()
+        critic(generator(batch)).sum().backward()
+        optimizers[1].step()
+
+
+def adversarial_with_loader() -> None:
+    adversarial(iter(loader()))
+
+
+def optimizer_in_backward() -> None:
+    model = model_of(3)
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for (batch,) in loader():
+        model(batch).sum().backward()
+
+
+def optimizer_in_backward_without_loader() -> None:
+    model = model_of(3)
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, optimizer=optimizer: optimizer.step()
+        )
+    for _ in range(STEPS):
+        model(features[:1]).sum().backward()
+
+
+def skipped_by_the_scaler() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for number, (batch,) in enumerate(loader()):
+        optimizer.zero_grad()
+        factor = float("inf") if number in (1, 4) else 1.0
+        scaler.scale(model(batch).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def closures() -> None:
+    model = model_of()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    for (batch,) in loader():
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def closures_without_loader() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = model(features[:1]).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+
+
+def several_calls_per_step() -> None:
+    """As DeepSpeed does: one call per group of parameters, and no backward pass in between."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        model(features[:1]).sum().backward()
+        for _ in range(3):
+            optimizer.step()
+
+
+def evaluation_with_gradients_off() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (batch,) in enumerate(loader()):
+        model(batch).sum().backward()
+        optimizer.step()
+        if number in (2, STEPS - 1):
+            with torch.no_grad():
+                for (other,) in loader(3):
+                    model(other)
+
+
+def evaluation_by_its_loader() -> None:
+    """Gradients are switched off inside the loop only."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    validation = loader(3)
+    for number, (batch,) in enumerate(loader()):
+        model(batch).sum().backward()
+        optimizer.step()
+        if number in (2, STEPS - 1):
+            for (other,) in validation:
+                with torch.no_grad():
+                    model(other)
+
+
+def evaluation_without_loader() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(STEPS):
+        if number == 3:
+            model.eval()
+            with torch.no_grad():
+                model(features[:1])
+            model.train()
+        model(features[:1]).sum().backward()
+        optimizer.step()
+
+
+def frozen_teacher() -> None:
+    """`eval()` in each step is no evaluation."""
+    model, teacher = model_of(), model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (batch,) in loader():
+        teacher.eval()
+        (model(batch) - teacher(batch).detach()).sum().backward()
+        optimizer.step()
+
+
+def two_loaders() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (batch,), (other,) in zip(loader(), loader(), strict=True):
+        model(batch + other).sum().backward()
+        optimizer.step()
+
+
+def saving() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (batch,) in enumerate(loader()):
+        model(batch).sum().backward()
+        optimizer.step()
+        if number == 2:
+            torch.save(model.state_dict(), directory / "model.pt")
+        if number == 4:
+            import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+
+            with warnings.catch_warnings(action="ignore"):
+                dcp.save(model.state_dict(), checkpoint_id=directory / "dcp")
+
+
+def own_calls() -> None:
+    """Steps and phases that the script marks itself are not recorded again."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (batch,) in loader():
+        with paceline.step():
+            with paceline.pipelining(Op.FORWARD, microbatch=0):
+                loss = model(batch).sum()
+            with paceline.pipelining(Op.BACKWARD, microbatch=0):
+                loss.backward()
+            with paceline.optimizer():
+                optimizer.step()
+
+
+def own_optimizer_in_steps() -> None:
+    """No optimizer of torch: each iteration is a step."""
+    model = model_of()
+    for (batch,) in paceline.steps(loader()):
+        model(batch).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+
+
+# The first: later ones find a class of torch's optimizers that was used.
+SCENARIOS: list[Callable[[], None]] = [
+    own_optimizer_in_steps,
+    plain,
+    several_epochs,
+    accumulation,
+    accumulation_in_steps,
+    prefetched_accumulation,
+    without_loader,
+    one_batch_for_all,
+    adversarial,
+    adversarial_with_loader,
+    optimizer_in_backward,
+    optimizer_in_backward_without_loader,
+    skipped_by_the_scaler,
+    closures,
+    closures_without_loader,
+    several_calls_per_step,
+    evaluation_with_gradients_off,
+    evaluation_by_its_loader,
+    evaluation_without_loader,
+    frozen_teacher,
+    two_loaders,
+    saving,
+    own_calls,
+]
+
+if __name__ == "__main__":
+    for scenario in SCENARIOS:
+        os.environ["PACELINE_JOB"] = scenario.__name__
+        paceline.init()
+        scenario()
+        assert hooks._session is not None
+        assert not hooks._session.recorder.failures, scenario.__name__
+        paceline.finish()

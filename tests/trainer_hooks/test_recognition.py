@@ -1,0 +1,159 @@
+"""Steps and phases of trainings that call nothing but `paceline.init`: see `recognized_runs.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from paceline_wire.ring import RingReader
+from paceline_wire.spans import Op, Span, unpack
+
+STEPS, ACCUMULATED = 6, 4  # as in recognized_runs.py
+
+Recorded = Callable[[str], list[Span]]
+
+
+@pytest.fixture(scope="module")
+def rings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("rings")
+    script = Path(__file__).with_name("recognized_runs.py")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", str(script), str(directory)],
+        env={**environment, "PACELINE_RING_DIRECTORY": str(directory), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return directory
+
+
+@pytest.fixture
+def recorded(rings: Path) -> Recorded:
+    """Return the spans of a scenario."""
+
+    def spans(scenario: str) -> list[Span]:
+        found = unpack(RingReader(rings / f"{scenario}.g0.r0.ring").read())
+        return [span for span in found if span.op not in (Op.GC, Op.STARTUP)]
+
+    return spans
+
+
+def of(spans: list[Span], op: Op) -> list[Span]:
+    return [span for span in spans if span.op == op]
+
+
+def test_each_loop_has_the_steps_that_it_trained(rings: Path, recorded: Recorded) -> None:
+    names = [ring.name.split(".")[0] for ring in rings.glob("*.ring")]
+    found = {name: [span.step for span in of(recorded(name), Op.STEP)] for name in names}
+    assert len(found) > 20
+    assert found == {name: list(range(STEPS)) for name in names}
+
+
+def test_a_step_is_data_forward_backward_and_optimizer_without_gaps(recorded: Recorded) -> None:
+    spans = recorded("plain")
+    steps = of(spans, Op.STEP)
+    for before, step in pairwise(steps):
+        inside = [span for span in spans if span.step == step.step and span.op != Op.STEP]
+        assert [span.op for span in inside] == [
+            Op.DATA_WAIT,
+            Op.FORWARD,
+            Op.BACKWARD,
+            Op.OPTIMIZER,
+        ]
+        assert before.end_ns <= step.start_ns == inside[0].start_ns
+        for first, second in pairwise(inside):
+            assert step.start_ns <= first.start_ns <= first.end_ns <= second.start_ns
+        assert inside[-1].end_ns <= step.end_ns
+        assert inside[1].end_ns <= inside[2].start_ns
+        assert all(span.chunk is None and span.microbatch is None for span in inside)
+
+
+@pytest.mark.parametrize(
+    "name", ["accumulation", "accumulation_in_steps", "prefetched_accumulation"]
+)
+def test_batches_between_optimizer_steps_are_microbatches(recorded: Recorded, name: str) -> None:
+    spans = recorded(name)
+    assert Counter(span.step for span in of(spans, Op.BACKWARD)) == dict.fromkeys(
+        range(STEPS), ACCUMULATED
+    )
+    waits = Counter(span.step for span in of(spans, Op.DATA_WAIT))
+    assert all(waits[step] == ACCUMULATED for step in range(1, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("evaluation_with_gradients_off", 2),
+        ("evaluation_by_its_loader", 2),
+        ("evaluation_without_loader", 1),
+    ],
+)
+def test_an_evaluation_is_recorded_and_is_no_step(
+    recorded: Recorded, name: str, count: int
+) -> None:
+    spans = recorded(name)
+    evaluations = of(spans, Op.EVALUATE)
+    assert evaluations[0].step == 3
+    assert len(evaluations) <= count
+    training = [*of(spans, Op.FORWARD), *of(spans, Op.BACKWARD)]
+    for evaluation in evaluations:
+        for span in training:
+            assert span.end_ns <= evaluation.start_ns or span.start_ns >= evaluation.end_ns
+
+
+@pytest.mark.parametrize("name", ["plain", "frozen_teacher", "two_loaders", "several_epochs"])
+def test_a_training_without_an_evaluation_has_none(recorded: Recorded, name: str) -> None:
+    assert not of(recorded(name), Op.EVALUATE)
+
+
+def test_saving_is_a_checkpoint(recorded: Recorded) -> None:
+    assert {span.step for span in of(recorded("saving"), Op.CHECKPOINT)} == {2, 4}
+
+
+def test_a_closure_is_timed_inside_its_optimizer_step(recorded: Recorded) -> None:
+    spans = recorded("closures")
+    optimizer = of(spans, Op.OPTIMIZER)[-1]
+    inside = [
+        span
+        for span in spans
+        if span.op in (Op.FORWARD, Op.BACKWARD) and span.step == optimizer.step
+    ]
+    assert inside
+    assert all(optimizer.start_ns <= span.start_ns for span in inside)
+    assert all(span.end_ns <= optimizer.end_ns for span in inside)
+
+
+def test_what_the_script_marks_is_not_recorded_twice(recorded: Recorded) -> None:
+    counts = Counter(span.op for span in recorded("own_calls"))
+    assert counts[Op.FORWARD] == counts[Op.BACKWARD] == counts[Op.OPTIMIZER] == STEPS
+    assert all(span.microbatch == 0 for span in of(recorded("own_calls"), Op.BACKWARD))
+
+
+@pytest.mark.parametrize(
+    ("name", "described"),
+    [
+        (
+            "accumulation",
+            "from optimizer steps, 4 microbatches each, data waits of the DataLoader, "
+            "forward and backward from autograd",
+        ),
+        (
+            "own_optimizer_in_steps",
+            "iterations of paceline.steps, forward and backward from autograd",
+        ),
+        ("own_calls", "marked by the script, data waits of the DataLoader"),
+    ],
+)
+def test_the_job_shows_what_was_recognized(rings: Path, name: str, described: str) -> None:
+    descriptions = RingReader(rings / f"{name}.g0.r0.ring").new_descriptions()
+    texts = [each.metadata["steps"] for each in descriptions if "steps" in each.metadata]
+    assert texts == [described]

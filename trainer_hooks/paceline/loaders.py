@@ -1,0 +1,114 @@
+"""The result of `paceline.steps`: the loader, with iterations that the step counter sees.
+
+Frameworks build loaders again from one that they are given: Lightning to add a sampler, Accelerate
+to split batches. They do so only for an instance of torch's `DataLoader`, from its attributes and
+its class. For a `DataLoader` the result is therefore an instance of a subclass of its own class,
+with the same attributes. Anything else is wrapped in a proxy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, Generic, TypeVar, cast
+
+from paceline.loop import Loop
+
+Batch = TypeVar("Batch")
+Loader = TypeVar("Loader", bound=Iterable[Any])
+FindLoop = Callable[[], Loop | None]
+
+
+class Start:
+    """The number of the first step, taken once: the next epoch continues the count."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def take(self) -> int | None:
+        """Return the number at the first call, then None."""
+        step, self.step = self.step, None
+        return step
+
+
+def count_steps(loader: Loader, find_loop: FindLoop, start: int | None) -> Loader:
+    """Return an iterable like the loader whose iterations are recorded.
+
+    `find_loop` is called at iteration: a loader may be created before `init`.
+    """
+    data = sys.modules.get("torch.utils.data")
+    counted: Any = None
+    if data is not None and isinstance(loader, data.DataLoader):
+        counted = _counted_loader(type(loader), dict(vars(loader)), find_loop, Start(start))
+    else:
+        counted = Steps(loader, find_loop, start)
+    return cast(Loader, counted)
+
+
+def _counted_loader(
+    base: type[Any], attributes: dict[str, Any], find_loop: FindLoop, start: Start
+) -> Any:
+    """Return an instance of a subclass of `base` whose iterations are recorded.
+
+    The subclass takes the arguments of `base`, so that a framework can create another one.
+    """
+
+    def iterate(self: Any) -> Iterator[Any]:
+        loop = find_loop()
+        batches: Iterable[Any] = _Once(lambda: base.__iter__(self))
+        return iter(batches) if loop is None else loop.run(batches, start.take())
+
+    def reduce(self: Any, _: object) -> tuple[Any, ...]:
+        return _counted_loader, (base, dict(vars(self)), find_loop, start)
+
+    members = {"__iter__": iterate, "__reduce_ex__": reduce, "__doc__": base.__doc__}
+    members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    counted: Any = object.__new__(type(base.__name__, (base,), members))
+    vars(counted).update(attributes)
+    return counted
+
+
+class _Once:
+    """An iterable from a function that returns an iterator."""
+
+    def __init__(self, iterate: Callable[[], Iterator[Any]]) -> None:
+        self._iterate = iterate
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate()
+
+
+class Steps(Generic[Batch]):
+    """An iterable over a loader that also has the loader's attributes and length."""
+
+    def __init__(self, loader: Iterable[Batch], find_loop: FindLoop, start: int | None) -> None:
+        vars(self).update(_loader=loader, _find_loop=find_loop, _start=Start(start))
+
+    def __iter__(self) -> Iterator[Batch]:
+        loop = self._find_loop()
+        if loop is None:
+            return iter(self._loader)
+        batches: Iterator[Batch] = loop.run(self._loader, self._start.take())
+        return batches
+
+    def __len__(self) -> int:
+        if not isinstance(self._loader, Sized):
+            raise TypeError(f"{type(self._loader).__name__} has no len()")
+        return len(self._loader)
+
+    def __bool__(self) -> bool:
+        return bool(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the loader, such as `sampler` or `batch_size`."""
+        if name == "_loader" or name.startswith("__"):  # copy and pickle: no `__init__` yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the loader."""
+        setattr(self._loader, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute of the loader."""
+        delattr(self._loader, name)

@@ -1,0 +1,379 @@
+"""Recognition of steps and their phases from what torch does, as `torch_events.py` reports it.
+
+- *Step*: from one optimizer step to the next. If batches come from a `DataLoader`, a step ends when
+  the next batch is fetched after an optimizer step; several optimizers in between belong to it.
+  Else it ends with the last optimizer of the sequence that repeats.
+- *Forward*: from a batch, an optimizer step or a backward pass to the next backward pass.
+- *Evaluation*: batches of a loader that trains nothing, or a module between `eval()` and `train()`,
+  and no backward pass inside. What happens in every step is part of the step.
+
+What the script marks itself is not recorded again.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+from paceline.device import DeviceTimer
+from paceline.loop import Loop
+from paceline.recorder import Recorder
+from paceline.sections import StatusSection
+from paceline.writer import Section
+from paceline.writer.interface import NO_CHUNK, NO_MICROBATCH, Event
+from paceline_wire.ring import Status
+from paceline_wire.spans import NONE_32, Op
+
+IN_BACKWARD = 0  # key of all optimizers that step inside a backward pass
+# Optimizer steps per batch, with backward passes between them, from which each is a step.
+MOST_OPTIMIZER_STEPS = 64
+MOST_REJECTED_EVALUATIONS = 2  # modules switched to `eval()` without an evaluation
+
+
+class Sections(Protocol):
+    """The part of `Session` that recognition uses."""
+
+    recorder: Recorder
+    loop: Loop
+    timer: DeviceTimer | None
+    checkpoint: StatusSection
+    evaluate: StatusSection
+
+    def phase(self, op: int) -> Section:
+        """Return the section of a phase, measured on the device if there is one."""
+
+    def marks_optimizer(self) -> bool:
+        """Return whether the script times the optimizer's step itself at this moment."""
+
+    def marks_compute(self) -> bool:
+        """Return whether the script times its forwards and backwards itself."""
+
+    def step_ended(self) -> None:
+        """Called after each step."""
+
+
+class Recognition:
+    """Marks steps, forwards, backwards, optimizer steps and evaluations of one session.
+
+    The owner thread calls all methods, except `optimizer_in_backward`.
+    """
+
+    def __init__(self, session: Sections) -> None:
+        self._session = session
+        self._recorder = session.recorder
+        self._loop = session.loop
+        self._backward_depth = 0
+        self._optimized_in_backward = False
+        self._optimizers: list[int] = []  # that step at this moment, outermost first
+        self._called_at: dict[int, int] = {}  # backwards of the step when an optimizer stepped
+        self._cycle: tuple[int, ...] | None = None  # optimizers of a step without batches
+        self._forward_ns = 0  # since when the forward lasts; 0: not in one
+        self._forward_event: Event | None = None
+        self._evaluation = _Evaluation()
+        self._training: set[int] = set()  # keys of loaders whose batches are trained on
+        self._fetched: dict[int, int] = {}  # batches by loader since the last backward pass
+        self._latest = 0  # key of the loader of the last batch
+        self._evaluated_step: int | None = None
+        self._rejected = 0
+        self.microbatches = 0  # backward passes of the newest step
+        self.has_data = False  # waits of a DataLoader were seen
+
+    # Events of the loop
+
+    def iteration_begins(self) -> None:
+        """`paceline.steps` is about to fetch a batch."""
+        self._drop_forward()
+        if self._evaluation.is_open:
+            self._end_evaluation()
+
+    def wait_ends(self) -> None:
+        """A batch is there."""
+        if not self._evaluation.is_open:
+            self._begin_forward()
+
+    def step_ends(self) -> None:
+        """A step ends."""
+        self.microbatches = self._loop.backwards or self.microbatches
+        self._session.step_ended()
+
+    def describe(self) -> str:
+        """Return in one line what a step is and how it was found; the same on all ranks."""
+        loop = self._loop
+        if loop.is_explicit:
+            steps = "marked by the script"
+        elif loop.has_optimized:
+            steps = "from optimizer steps"
+        else:
+            steps = "iterations of paceline.steps"
+        parts = [steps]
+        if self.microbatches > 1:
+            parts.append(f"{self.microbatches} microbatches each")
+        if self.has_data:
+            parts.append("data waits of the DataLoader")
+        if self.microbatches and not self._session.marks_compute():
+            parts.append("forward and backward from autograd")
+        return ", ".join(parts)
+
+    # Data
+
+    def fetch_begins(self, loader: int, *, has_gradients: bool) -> bool:
+        """A `DataLoader` is about to return a batch. Return whether the wait is recorded."""
+        loop = self._loop
+        if loop.is_waiting:  # in `paceline.steps` or `data_wait`: this loader is trained on
+            self._training.add(loader)
+            self._fetched.clear()
+            return False
+        if self._evaluation.is_open:
+            if loader not in self._training:
+                self._count(loader)
+                return False
+            self._end_evaluation()
+        if has_gradients or loop.is_open:
+            self._count(loader)
+        if not (loop.is_open or loop.is_explicit or loop.has_optimized):
+            return False  # steps begin with the first backward pass
+        self.has_data = True
+        self._drop_forward()
+        loop.begin_wait()
+        evaluates = not has_gradients or bool(self._training)
+        if loader not in self._training and evaluates:
+            self._begin_evaluation(perf_counter_ns())
+        return True
+
+    def fetch_ends(self, *, recorded: bool) -> None:
+        """The batch is there."""
+        if recorded:
+            self._loop.end_wait()
+        elif not self._evaluation.is_open:
+            self._begin_forward()
+
+    def loader_ends(self, *, recorded: bool) -> None:
+        """There was no further batch."""
+        if recorded:
+            self._loop.cancel_wait()
+        self._evaluation.exhausted = True
+
+    def _count(self, loader: int) -> None:
+        self._fetched[loader] = self._fetched.get(loader, 0) + 1
+        self._latest = loader
+
+    # Backward
+
+    def backward_begins(self) -> None:
+        """A backward pass begins."""
+        self._backward_depth += 1
+        if self._backward_depth > 1:
+            return
+        loop = self._loop
+        if self._fetched:
+            self._learn_loaders()
+        if self._evaluation.is_open:
+            self._reject_evaluation()
+        if not loop.is_open:
+            if loop.is_explicit:
+                return
+            loop.begin_step()
+        loop.backwards += 1
+        if IN_BACKWARD in loop.optimizer_calls:
+            self._end_repeated_cycle(IN_BACKWARD)
+        session = self._session
+        if session.marks_compute():
+            self._drop_forward()
+            return
+        self._end_forward()
+        session.phase(Op.BACKWARD).__enter__()
+
+    def backward_ends(self) -> None:
+        """A backward pass has ended, also by an error."""
+        self._backward_depth -= 1
+        if self._backward_depth > 0:
+            return
+        backward = self._session.phase(Op.BACKWARD)
+        if backward.start:
+            backward.__exit__(None, None, None)
+        if self._optimized_in_backward:
+            self._optimized_in_backward = False
+            self._called_at[IN_BACKWARD] = self._loop.backwards
+            self._optimized(IN_BACKWARD)
+        self._begin_forward()
+
+    def _learn_loaders(self) -> None:
+        """Mark the loaders whose batches this backward pass comes from.
+
+        The last batch is one; loaders that gave no more batches than its loader go with it.
+        """
+        newest = self._fetched[self._latest]
+        is_evaluation = self._evaluation.is_open and (newest > 1 or self._evaluation.exhausted)
+        if not is_evaluation:
+            self._training.update(key for key, n in self._fetched.items() if n <= newest)
+        self._fetched.clear()
+
+    # Forward
+
+    def _begin_forward(self) -> None:
+        self._drop_forward()
+        timer = self._session.timer
+        self._forward_event = None if timer is None else timer.mark()
+        self._forward_ns = perf_counter_ns()
+
+    def _end_forward(self) -> None:
+        started, event = self._forward_ns, self._forward_event
+        recorder, timer = self._recorder, self._session.timer
+        if started < recorder.step_started_ns:
+            self._drop_forward()
+            return
+        self._forward_ns, self._forward_event = 0, None
+        if timer is None:
+            recorder.write_simple(Op.FORWARD, started, perf_counter_ns())
+        elif event is not None and (ended := timer.mark()) is not None:
+            word1, word2 = Op.FORWARD | NO_CHUNK << 32, recorder.step | NO_MICROBATCH
+            timer.enqueue((word1, word2, NONE_32, 0, 0, event, ended))
+
+    def _drop_forward(self) -> None:
+        if self._forward_event is not None and (timer := self._session.timer) is not None:
+            timer.release(self._forward_event)
+        self._forward_ns, self._forward_event = 0, None
+
+    # Optimizer
+
+    def optimizer_in_backward(self) -> None:
+        """An optimizer steps inside a backward pass, in any thread."""
+        self._optimized_in_backward = True
+
+    def optimizer_begins(self, optimizer: int) -> None:
+        """An optimizer's step begins; it may contain backward passes (a closure) or other ones."""
+        if self._backward_depth:
+            self._optimized_in_backward = True
+            return
+        if optimizer in self._optimizers:  # it raised an error
+            self._optimizers.clear()
+            if (section := self._session.phase(Op.OPTIMIZER)).start:
+                section.close()
+        self._optimizers.append(optimizer)
+        if len(self._optimizers) > 1:
+            return
+        self._end_repeated_cycle(optimizer)
+        loop = self._loop
+        if not loop.is_open:
+            return  # outside of marked steps, or before any backward pass
+        self._called_at[optimizer] = loop.backwards
+        if not self._session.marks_optimizer():
+            self._session.phase(Op.OPTIMIZER).__enter__()
+        self._begin_forward()  # the closure's
+
+    def optimizer_ends(self, optimizer: int) -> None:
+        """An optimizer's step has ended."""
+        if optimizer in self._optimizers:
+            del self._optimizers[self._optimizers.index(optimizer) :]
+        # Its begin was not seen if the hooks were registered by a backward pass of its closure.
+        if not self._optimizers:
+            section = self._session.phase(Op.OPTIMIZER)
+            if section.start:
+                section.__exit__(None, None, None)
+            self._optimized(optimizer)
+            self._begin_forward()
+
+    def optimizer_skipped(self, optimizer: int) -> None:
+        """A gradient scaler left out an optimizer's step, because gradients are not finite."""
+        self._end_repeated_cycle(optimizer)
+        self._called_at[optimizer] = self._loop.backwards
+        self._optimized(optimizer)
+
+    def _optimized(self, optimizer: int) -> None:
+        loop = self._loop
+        if not loop.is_open or not (loop.backwards or loop.optimizer_calls):
+            return
+        loop.has_optimized = True
+        loop.optimizer_calls.append(optimizer)
+        loop.optimized_ns = perf_counter_ns()
+        if self._counts_optimizers() and tuple(loop.optimizer_calls) == self._cycle:
+            loop.end_step()
+            loop.begin_step()
+
+    def _counts_optimizers(self) -> bool:
+        """Return whether optimizer steps alone end this step: it has no batches."""
+        loop = self._loop
+        has_batches = loop.batches and len(loop.optimizer_calls) < MOST_OPTIMIZER_STEPS
+        return loop.is_recognized and not has_batches
+
+    def _end_repeated_cycle(self, optimizer: int) -> None:
+        """End the step if this optimizer has stepped in it, before another backward pass."""
+        loop = self._loop
+        calls = loop.optimizer_calls
+        repeats = optimizer in calls and loop.backwards > self._called_at.get(optimizer, 0)
+        if repeats and self._counts_optimizers():
+            self._cycle = tuple(calls)
+            loop.end_step(loop.optimized_ns)
+            loop.begin_step()
+            loop.backwards = 1
+
+    # Evaluation
+
+    def evaluation_mode(self, module: Any) -> bool:
+        """A module was switched to `eval()`. Return whether its `train()` is of interest."""
+        if self._evaluation.is_open or not self._loop.is_open or not self._loop.has_optimized:
+            return False
+        if self._rejected >= MOST_REJECTED_EVALUATIONS:
+            return False
+        self._begin_evaluation(perf_counter_ns())
+        self._evaluation.module = module
+        return self._evaluation.is_open
+
+    def training_mode(self, module: Any) -> bool:
+        """A module was switched to `train()`. Return whether this ended the evaluation."""
+        if module is not self._evaluation.module:
+            return not self._evaluation.is_open
+        self._end_evaluation()
+        return True
+
+    def _begin_evaluation(self, now_ns: int) -> None:
+        session = self._session
+        if session.evaluate.start or session.checkpoint.start:
+            return
+        self._drop_forward()
+        self._evaluation = _Evaluation(now_ns)
+        if self._recorder.status == Status.RUNNING:
+            self._recorder.set_status(Status.EVALUATING)
+
+    def _end_evaluation(self) -> None:
+        """Record the evaluation, unless there was one in the step before as well."""
+        evaluation, step = self._evaluation, self._recorder.step
+        self._close_evaluation()
+        if self._evaluated_step is not None and step <= self._evaluated_step + 1:
+            self._training.update(self._fetched)
+            self._rejected += evaluation.module is not None
+        elif self._loop.is_open:
+            start_ns = max(evaluation.start_ns, self._recorder.step_started_ns)
+            self._recorder.write_simple(Op.EVALUATE, start_ns, perf_counter_ns())
+        self._evaluated_step = step
+        self._fetched.clear()
+        self._begin_forward()
+
+    def _reject_evaluation(self) -> None:
+        """A backward pass came: what began was no evaluation, unless its loader was exhausted."""
+        if self._evaluation.exhausted and self._evaluation.module is None:
+            self._end_evaluation()
+            return
+        self._rejected += self._evaluation.module is not None
+        self._close_evaluation()
+
+    def _close_evaluation(self) -> None:
+        self._evaluation = _Evaluation()
+        if self._recorder.status == Status.EVALUATING:
+            self._recorder.set_status(Status.RUNNING)
+
+
+class _Evaluation:
+    """A possible evaluation, until it is recorded or rejected."""
+
+    __slots__ = ("exhausted", "module", "start_ns")
+
+    def __init__(self, start_ns: int = 0) -> None:
+        self.start_ns = start_ns
+        self.module: Any = None  # was switched to `eval()`
+        self.exhausted = False  # its loader has no further batch
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether it has begun."""
+        return self.start_ns > 0

@@ -1,0 +1,264 @@
+"""Reports to `Recognition` what torch does in the training thread.
+
+Optimizer hooks are torch's own. A few functions that a step calls once or twice are replaced; they
+stay so for the life of the process and pass calls on without a session. Module hooks and full
+backward hooks would cost more than the budget of a step.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from _thread import get_ident
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from paceline.recognition import Recognition
+from paceline.recorder import Recorder
+from paceline.sections import StatusSection
+
+Function = Callable[..., Any]
+
+CHECKPOINT_MODULES = (
+    ("torch.distributed.checkpoint", ("save", "async_save", "save_state_dict")),
+    ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save", "save_state_dict")),
+    ("safetensors.torch", ("save_file", "save_model")),
+)
+
+
+class TorchEvents:
+    """The hooks of this process; they report to `recognition` if it is set."""
+
+    _instance: TorchEvents | None = None
+
+    @classmethod
+    def get(cls) -> TorchEvents:
+        """Return those of this process, installed at the first call. Torch must be loaded."""
+        if cls._instance is None:
+            cls._instance = cls(sys.modules["torch"])
+        return cls._instance
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self.recognition: Recognition | None = None
+        self.recorder: Recorder | None = None
+        self.checkpoint: StatusSection | None = None
+        self._owner = 0
+        self._seen_modules: set[str] = set()
+        self._stepped = 0  # optimizer steps, of any thread
+        self._watches_optimizers = False
+        _replace(torch.amp.GradScaler, "step", self._scaler_step)
+        _replace(torch.autograd, "backward", self._backward)
+        _replace(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._fetch)
+        _replace(torch.nn.Module, "eval", self._eval)
+        self._train = torch.nn.Module.train
+        _replace(torch, "save", self._save)
+        _replace(torch.serialization, "save", self._save)
+
+    def start(
+        self, recognition: Recognition, recorder: Recorder, checkpoint: StatusSection
+    ) -> None:
+        """Report to `recognition`, what the owner thread of `recorder` does."""
+        self.recognition, self.recorder, self.checkpoint = recognition, recorder, checkpoint
+        self._owner = recorder.owner
+        self.watch_modules()
+
+    def stop(self) -> None:
+        """Pass all calls on from now on."""
+        self._owner = 0
+        self.recognition = self.recorder = self.checkpoint = None
+
+    def has_optimizer(self) -> bool:
+        """Return whether an optimizer of torch was ever created in this process."""
+        optimizers = _subclasses(self._torch.optim.Optimizer)
+        return any(getattr(vars(each).get("step"), "hooked", False) for each in optimizers)
+
+    def watch_modules(self) -> None:
+        """Replace the functions of modules that save checkpoints, once each is loaded."""
+        for name, functions in CHECKPOINT_MODULES:
+            module = sys.modules.get(name)
+            if module is None or name in self._seen_modules:
+                continue
+            self._seen_modules.add(name)
+            for function in functions:
+                if hasattr(module, function):
+                    _replace(module, function, self._save_files)
+
+    def _report(self, event: Function, *args: Any, **kwargs: Any) -> Any:
+        """Report an event; count an error of Paceline instead of raising it in the training."""
+        try:
+            return event(*args, **kwargs)
+        except Exception:
+            if self.recorder is not None:
+                self.recorder.failures += 1
+            return None
+
+    # Optimizers
+
+    def _watch_optimizers(self) -> None:
+        """Register the hooks; not in the constructor, which an optimizer hook may have called."""
+        optimizers: Any = sys.modules["torch.optim.optimizer"]
+        optimizers.register_optimizer_step_pre_hook(_not_compiled(self._optimizer_begins))
+        optimizers.register_optimizer_step_post_hook(_not_compiled(self._optimizer_ends))
+        self._watches_optimizers = True
+
+    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+        self._stepped += 1
+        recognition = self.recognition
+        if recognition is None:
+            return
+        if get_ident() == self._owner:
+            self._report(recognition.optimizer_begins, id(optimizer))
+        elif self._torch._C._current_graph_task_id() != -1:
+            recognition.optimizer_in_backward()
+
+    def _optimizer_ends(self, optimizer: Any, *_: Any) -> None:
+        recognition = self.recognition
+        if recognition is not None and get_ident() == self._owner:
+            self._report(recognition.optimizer_ends, id(optimizer))
+
+    def _scaler_step(self, original: Function) -> Function:
+        @wraps(original)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            stepped = self._stepped
+            result = original(scaler, optimizer, *args, **kwargs)
+            recognition = self.recognition
+            if recognition is not None and stepped == self._stepped and get_ident() == self._owner:
+                self._report(recognition.optimizer_skipped, id(optimizer))
+            return result
+
+        return step
+
+    # Backward
+
+    def _backward(self, original: Function) -> Function:
+        @wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            recognition = self.recognition
+            if recognition is None or get_ident() != self._owner:
+                return original(*args, **kwargs)
+            if not self._watches_optimizers:
+                self._report(self._watch_optimizers)
+            self._report(recognition.backward_begins)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._report(recognition.backward_ends)
+
+        return _disabled(backward)
+
+    # Data
+
+    def _fetch(self, original: Function) -> Function:
+        is_grad_enabled = self._torch.is_grad_enabled
+
+        @wraps(original)
+        def fetch(iterator: Any) -> Any:
+            recognition = self.recognition
+            if recognition is None or get_ident() != self._owner:
+                return original(iterator)
+            loader = id(getattr(iterator, "_index_sampler", iterator))
+            recorded = bool(
+                self._report(recognition.fetch_begins, loader, has_gradients=is_grad_enabled())
+            )
+            try:
+                batch = original(iterator)
+            except BaseException:
+                self._report(recognition.loader_ends, recorded=recorded)
+                raise
+            self._report(recognition.fetch_ends, recorded=recorded)
+            return batch
+
+        return fetch
+
+    # Evaluation
+
+    def _eval(self, original: Function) -> Function:
+        @wraps(original)
+        def evaluate(module: Any) -> Any:
+            result = original(module)
+            recognition = self.recognition
+            if recognition is None or get_ident() != self._owner:
+                return result
+            if self._report(recognition.evaluation_mode, module):
+                self._watch_train()
+            return result
+
+        return evaluate
+
+    def _watch_train(self) -> None:
+        """Replace `Module.train`, which calls itself for each submodule, while it matters."""
+        module_class = self._torch.nn.Module
+        original = module_class.train
+
+        @wraps(original)
+        def train(module: Any, mode: bool = True) -> Any:
+            recognition = self.recognition
+            if mode and recognition is not None and get_ident() == self._owner:
+                ended = self._report(recognition.training_mode, module)
+                if ended is not False and module_class.train is train:
+                    module_class.train = original
+            return original(module, mode)
+
+        module_class.train = train
+
+    # Checkpoints
+
+    def _save(self, original: Function) -> Function:
+        @wraps(original)
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(f, io.BytesIO):
+                return original(obj, f, *args, **kwargs)
+            return self._saving(lambda: original(obj, f, *args, **kwargs))
+
+        return save
+
+    def _save_files(self, original: Function) -> Function:
+        @wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            return self._saving(lambda: original(*args, **kwargs))
+
+        return save
+
+    def _saving(self, save: Callable[[], Any]) -> Any:
+        checkpoint = self.checkpoint
+        if checkpoint is None or checkpoint.start or get_ident() != self._owner:
+            return save()
+        self._report(checkpoint.__enter__)
+        try:
+            return save()
+        finally:
+            if checkpoint.start:
+                self._report(checkpoint.__exit__, None, None, None)
+
+
+def _replace(owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:
+    setattr(owner, name, replacement(getattr(owner, name)))
+
+
+def _not_compiled(hook: Function) -> Function:
+    """Return the hook as a function that torch.compile leaves out of compiled optimizers."""
+
+    def call(*args: Any) -> None:
+        hook(*args)
+
+    call._torchdynamo_inline = _nothing  # type: ignore[attr-defined]
+    return call
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _disabled(function: Function) -> Function:
+    """Have torch.compile call the function instead of tracing it, as it does with the original."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    each: type[Any]
+    for each in base.__subclasses__():
+        yield each
+        yield from _subclasses(each)
