@@ -26,8 +26,9 @@ WORDS = {
     "meta.yaml": str(DATA / "whatif/data/meta-ST.yaml"),
     "DIR": "dumps",
     "python": sys.executable,
+    "torchrun": str(Path(sys.executable).with_name("torchrun")),
 }
-SIZES = {"--dp": "2", "--pp": "1", "--tp": "1"}
+SIZES = {"--dp": "2", "--pp": "1", "--tp": "1", "--nproc-per-node": "1"}
 RUNS_ON = ("server", "agent")  # commands that run until they are stopped
 # Reasons for which a command may fail here.
 REFUSED = {
@@ -139,7 +140,8 @@ def test_every_command_of_the_readme_does_what_it_says(machine: Machine) -> None
             machine.start(*words)
             machine.wait_until("nodes", shows=socket.gethostname() if words[0] == "agent" else "")
             continue
-        done = machine.run(*words)
+        node = {"PACELINE_AGENT_NODE_DIRECTORY": str(machine.directory / "watch")}
+        done = machine.run(*words, **(node if words[0] == "watch" else {}))
         shown = done.stdout + done.stderr
         assert "Traceback" not in shown, shown
         line = " ".join(given)

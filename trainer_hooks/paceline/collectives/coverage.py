@@ -50,7 +50,7 @@ def reason_of_backend(process_group: Any) -> str | None:
     names = set()
     for device in getattr(process_group, "_device_types", ()):
         with contextlib.suppress(RuntimeError):  # no backend for this device
-            names.add(process_group._get_backend(device).name().lower())
+            names.add(_name(process_group._get_backend(device)))
     unknown = sorted(names - BACKENDS)
     if not unknown:
         return None
@@ -60,3 +60,10 @@ def reason_of_backend(process_group: Any) -> str | None:
 def reason_of_error(error: Exception) -> str:
     """Return that an error has kept the recording from starting."""
     return f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+
+
+def _name(backend: Any) -> str:
+    try:
+        return str(backend.name()).lower()
+    except RuntimeError:  # before torch 2.8 a backend may have none
+        return type(backend).__name__
