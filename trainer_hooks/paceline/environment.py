@@ -140,7 +140,7 @@ def identify(
     metadata: Mapping[str, str],
 ) -> Identity:
     """Return the identity that the ring's first page holds."""
-    detected = {"python": sys.version.split()[0], **_script()}
+    detected = {"python": sys.version.split()[0], **_script(), **_launcher()}
     torch = sys.modules.get("torch")
     if torch is not None:
         detected["torch"] = str(torch.__version__)
@@ -168,6 +168,11 @@ def _script() -> dict[str, str]:
     name = program.parent.name if program.name == "__main__.py" else program.name
     name = name.encode(errors="replace").decode()  # a file name may not be UTF-8
     return {"script": name[:_SCRIPT_LENGTH]} if name and not name.startswith("-") else {}
+
+
+def _launcher() -> dict[str, str]:
+    """Return the launcher as metadata, if it reports how its ranks end."""
+    return {"launcher": "torchrun"} if "TORCHELASTIC_RUN_ID" in os.environ else {}
 
 
 def _truncate_metadata(metadata: Mapping[str, str]) -> dict[str, str]:

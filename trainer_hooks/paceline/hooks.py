@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import traceback
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -36,6 +37,7 @@ from paceline.recorder import Recorder
 from paceline.sections import INERT
 from paceline.session import OPTIMIZER, Session, log_once
 from paceline.writer.interface import Timed
+from paceline_wire.ending import Ending, ending_path, write_ending
 from paceline_wire.ring import (
     ACK_COMMAND,
     ACK_STATUS,
@@ -53,6 +55,8 @@ from paceline_wire.topology import Topology
 
 Loader = TypeVar("Loader", bound=Iterable[Any])
 P = ParamSpec("P")
+
+FRAMES_OF_AN_ERROR = 10  # the innermost ones
 
 
 def _nothing(*_: object) -> None:
@@ -128,8 +132,14 @@ def init(
 def autostart() -> None:
     """Start recording as `init` does, unless the script has done so (see `paceline_autostart`).
 
-    A later `init` of the script still counts.
+    A later `init` of the script still counts. A thread that only created the process group, as Ray
+    has one, is not the one that trains: recording starts again in the thread that calls this.
     """
+    session = _session
+    if session is not None and session.is_automatic and _owner != get_ident():
+        if session.loop.has_begun:
+            return
+        _stop()
     if _session is None:
         init()
         if _session is not None:
@@ -161,6 +171,7 @@ def _start(
         )
     identity = identify(environment, sizes, coordinates, metadata)
     ring = create(environment.ring_path, identity, environment.capacity)
+    ending_path(ring.path).unlink(missing_ok=True)  # of an earlier run
     _owner = get_ident()
     session = Session(Recorder(ring))
     session.given = frozenset(map(str, metadata))
@@ -599,6 +610,18 @@ def finish() -> None:
     _stop()
 
 
+def fail(error: BaseException) -> None:
+    """End recording: this exception ended the training. The agent reports its traceback."""
+    session = _session
+    if session is None:
+        return
+    session.guard(session.end, Status.FAILED)
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
+    session.guard(write_ending, session.recorder.ring.path, Ending(code & 0xFF, None, text))
+    _stop()
+
+
 def _stop() -> None:
     """Return to inert. The ring file stays, because the agent reads it to its end."""
     session = _set_session(None)
@@ -619,9 +642,8 @@ def _at_exit() -> None:
     if not hasattr(sys, "ps1"):  # in an interactive shell the last error ended nothing
         error = getattr(sys, "last_value", error)
     ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
-    if _session is not None and not ended_well:
-        _session.guard(_session.end, Status.FAILED)
-        _stop()
+    if error is not None and not ended_well:
+        fail(error)
     finish()
 
 

@@ -126,6 +126,11 @@ class Loop:
             self.begin_step(self._next_step if step is None else step)
         self._marked = True
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step has begun in this process."""
+        return self._started
+
     # Waits for data
 
     def begin_wait(self) -> None:

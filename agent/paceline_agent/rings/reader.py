@@ -37,6 +37,7 @@ from paceline_wire.batch import (
     RankState,
     SpanBlock,
 )
+from paceline_wire.ending import Ending, ending_path, read_ending
 from paceline_wire.ring import (
     Acknowledgement,
     AckStatus,
@@ -50,6 +51,7 @@ from paceline_wire.spans import to_columns
 log = logging.getLogger(__name__)
 
 STATE_SECONDS = 0.5
+STATUS_SECONDS = 1.0  # torchrun finds the end of a rank ten times a second
 RECORDS_PER_BLOCK = 1 << 14
 # until a rejected claim is checked again: it is valid once another job has ended
 REFUSED_CLAIM_SECONDS = 10.0
@@ -75,6 +77,7 @@ class _AttachedRing:
     reported_lost: int = 0
     acknowledged: Acknowledgement | None = None
     seen_alive: bool = False
+    gone_since: float | None = None  # monotonic seconds
 
     @property
     def inode(self) -> int:
@@ -357,7 +360,9 @@ class Rings:
         elif process_status(self._procfs_root, attached.pid) is not None:
             attached.seen_alive = True
             self._read(attached, state_is_due)
-        elif attached.seen_alive or self._has_final_status(attached):
+        elif (attached.seen_alive or self._has_final_status(attached)) and not self._awaits_ending(
+            attached
+        ):
             self._finish_external(attached)
 
     def _has_final_status(self, attached: _AttachedRing) -> bool:
@@ -367,15 +372,30 @@ class Rings:
         """
         return _status_of(attached) in (ring.Status.FINISHED, ring.Status.FAILED)
 
+    def _awaits_ending(self, attached: _AttachedRing) -> bool:
+        """Return whether torchrun may still report how this rank ended."""
+        if attached.reader.identity.metadata.get("launcher") != "torchrun":
+            return False
+        ending = read_ending(attached.reader.path, attached.owner)
+        if _status_of(attached) == ring.Status.FINISHED or (ending and ending.has_status):
+            return False
+        now = time.monotonic()
+        attached.gone_since = attached.gone_since or now
+        return now < attached.gone_since + STATUS_SECONDS
+
     def _finish_external(self, attached: _AttachedRing) -> None:
-        """Report the end of an external rank; its exit code is unknown unless it finished."""
+        """Report the end of an external rank: its status is unknown unless the rank or its launcher
+        reported it."""
         if not self._read(attached, with_state=True):
             return
-        finished = _status_of(attached) == ring.Status.FINISHED
+        ending = read_ending(attached.reader.path, attached.owner) or Ending()
+        finished = _status_of(attached) == ring.Status.FINISHED and not ending.has_status
         exited = RankExited(
             time_ns=timeline_ns(),
             pid=attached.reader.identity.pid,
-            exit_code=0 if finished else None,
+            exit_code=0 if finished else ending.exit_code,
+            signal=ending.signal,
+            log_tail=ending.error,
             **attached.key._asdict(),
         )
         self._outbox.put_events([exited])
@@ -473,6 +493,7 @@ class Rings:
         # The file may have been replaced by another ring.
         if delete and inode_of(attached.reader.path) == attached.inode:
             try:
+                ending_path(attached.reader.path).unlink(missing_ok=True)
                 attached.reader.path.unlink(missing_ok=True)
             except OSError as error:  # the directory was prepared by root
                 self._refuse(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline_agent.forward.outbox import Outbox
+from paceline_agent.rings import reader
 from paceline_agent.rings.reader import RankKey, Rings
 from paceline_wire import ring
 from paceline_wire.batch import (
@@ -23,6 +24,7 @@ from paceline_wire.batch import (
     Sample,
     SpanBlock,
 )
+from paceline_wire.ending import Ending, write_ending
 from paceline_wire.ring import Identity, RingFile, SectionDefinition
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
 from paceline_wire.topology import Coordinates, Topology
@@ -31,7 +33,14 @@ from paceline_wire.topology import Coordinates, Topology
 class Writer:
     """The trainer's end of a ring."""
 
-    def __init__(self, directory: Path, rank: int = 0, generation: int = 0, pid: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: int = 0,
+        generation: int = 0,
+        pid: int = 0,
+        metadata: dict[str, str] | None = None,
+    ) -> None:
         self.path = directory / f"job.g{generation}.r{rank}.ring"
         identity = Identity(
             job="job",
@@ -45,6 +54,7 @@ class Writer:
             host="here",
             clock_offset_ns=0,
             started_ns=1,
+            metadata=metadata or {},
         )
         self.ring: RingFile = ring.create(self.path, identity, capacity=64)
         self.head = 0
@@ -234,6 +244,36 @@ def test_the_end_of_an_external_rank_is_reported(bench: Bench) -> None:
     assert isinstance(events[-1], RankExited)
     assert (events[-1].exit_code, events[-1].signal) == (None, None), "nobody can know"
     assert indices(blocks) == [0, 1, 2]
+
+
+def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    writer = Writer(bench.directory, pid=process.pid, metadata={"launcher": "torchrun"})
+    bench.poll()
+    process.communicate(b"\n")
+    bench.rings._state_due = 0.0
+    assert not bench.poll()[0], "torchrun has not reported yet"
+    write_ending(writer.path, Ending(error="ValueError: of the rank"))
+    write_ending(writer.path, Ending(exit_code=1, error="from the launcher"))
+    bench.rings._state_due = 0.0
+    exited = bench.poll()[0][-1]
+    assert isinstance(exited, RankExited)
+    assert (exited.exit_code, exited.log_tail) == (1, "ValueError: of the rank")
+    assert list(bench.directory.iterdir()) == []
+
+
+def test_a_launcher_that_reports_nothing_is_not_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "STATUS_SECONDS", 0.0)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    Writer(bench.directory, pid=process.pid, metadata={"launcher": "torchrun"})
+    bench.poll()
+    process.communicate(b"\n")
+    bench.rings._state_due = 0.0
+    exited = bench.poll()[0][-1]
+    assert isinstance(exited, RankExited)
+    assert exited.exit_code is None
 
 
 _CONTAINED = """

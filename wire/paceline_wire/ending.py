@@ -1,0 +1,86 @@
+"""The file JOB.gGENERATION.rRANK.end beside a ring: how a rank of an external job ended.
+
+The hooks write it when an exception ends the rank, and the adapter of a launcher writes the exit
+status. The agent reads it once the process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+ERROR_CHARACTERS = 4096  # the end of a longer traceback is kept
+_FILE_BYTES = 1 << 16
+ROOT = 0
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """The end of a rank's process. Unknown is None."""
+
+    exit_code: int | None = None
+    signal: int | None = None
+    error: str = ""  # traceback of the exception
+
+    @property
+    def has_status(self) -> bool:
+        """Whether it is known how the process ended."""
+        return self.exit_code is not None or self.signal is not None
+
+
+_DECODER = msgspec.json.Decoder(Ending)
+
+
+def ending_path(ring: Path) -> Path:
+    """Return the path of the file for the rank with this ring."""
+    return ring.with_suffix(".end")
+
+
+def write_ending(ring: Path, ending: Ending) -> None:
+    """Write the file; an error that the rank reported before is kept.
+
+    Raises OSError if the directory cannot be written.
+    """
+    path = ending_path(ring)
+    earlier = read_ending(ring, os.getuid())
+    error = (earlier.error if earlier is not None else "") or ending.error[-ERROR_CHARACTERS:]
+    encoded = msgspec.json.encode(Ending(ending.exit_code, ending.signal, error))
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        # The agent may be another user, and reads it through the group, as it does the ring.
+        if os.stat(path.parent).st_mode & stat.S_ISGID:
+            os.fchmod(descriptor, 0o660)
+        os.write(descriptor, encoded)
+        os.rename(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def read_ending(ring: Path, owner: int) -> Ending | None:
+    """Return the content; None if there is no valid file of this user or of root."""
+    try:
+        descriptor = os.open(ending_path(ring), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (owner, ROOT):
+            return None
+        return _checked(_DECODER.decode(os.read(descriptor, _FILE_BYTES)))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _checked(ending: Ending) -> Ending | None:
+    """Return it unless a number is none that a process can end with."""
+    code, number = ending.exit_code, ending.signal
+    is_valid = (code is None or 0 <= code <= 255) and (number is None or 0 < number <= 64)
+    return Ending(code, number, ending.error[-ERROR_CHARACTERS:]) if is_valid else None
