@@ -47,6 +47,10 @@ bench: $(READY)
 campaign: $(READY) $(FRAMEWORKS_READY)
 	@$(BIN)/pip install --quiet --group campaign
 	PACELINE_FRAMEWORKS_PYTHON=$(FRAMEWORKS)/bin/python $(BIN)/pytest -m campaign --timeout 3600
+	@$(PYTHON) -m venv $(FRAMEWORKS)-launched
+	@$(FRAMEWORKS)-launched/bin/pip install --quiet --upgrade "pip>=25.1"
+	@$(FRAMEWORKS)-launched/bin/pip install --quiet --editable . --group launched-frameworks
+	$(FRAMEWORKS)-launched/bin/pytest -m campaign tests/trainer_hooks/integrations/test_launched_frameworks.py
 
 $(FRAMEWORKS_READY): pyproject.toml
 	@$(PYTHON) -m venv $(FRAMEWORKS)
@@ -71,7 +75,7 @@ fix: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) web/node_modules bench.json demo.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(FRAMEWORKS)-launched web/node_modules bench.json demo.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
 
 $(READY): pyproject.toml hatch_build.py trainer_hooks/paceline/writer/_native.c trainer_hooks/paceline/collectives/_process_groups.cpp
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; $(PYTHON) is " + sys.version.split()[0] + ". Try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'

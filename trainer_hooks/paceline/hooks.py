@@ -171,7 +171,7 @@ def _start(
         )
     identity = identify(environment, sizes, coordinates, metadata)
     ring = create(environment.ring_path, identity, environment.capacity)
-    ending_path(ring.path).unlink(missing_ok=True)  # of an earlier run
+    ending_path(ring.path).unlink(missing_ok=True)  # left by an earlier run
     _owner = get_ident()
     session = Session(Recorder(ring))
     session.given = frozenset(map(str, metadata))

@@ -23,6 +23,16 @@ ADAPTERS = {
     "accelerate.accelerator": "paceline.integrations.accelerate",
     "composer.trainer.trainer": "paceline.integrations.composer",
     "deepspeed.runtime.engine": "paceline.integrations.deepspeed",
+    "megatron.core.dist_checkpointing": "paceline.integrations.megatron",
+    "megatron.core.optimizer.optimizer": "paceline.integrations.megatron",
+    "megatron.core.pipeline_parallel.schedules": "paceline.integrations.megatron",
+    "ray.train.v2._internal.execution.worker_group.thread_runner": (
+        "paceline.integrations.ray_train"
+    ),
+    "torch.distributed.elastic.multiprocessing.api": "paceline.integrations.torchelastic",
+    "torchtitan.observability.structured_logger.structured_logging": (
+        "paceline.integrations.torchtitan"
+    ),
     "transformers.trainer": "paceline.integrations.hugging_face",
 }
 

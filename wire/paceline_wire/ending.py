@@ -80,7 +80,7 @@ def read_ending(ring: Path, owner: int) -> Ending | None:
 
 
 def _checked(ending: Ending) -> Ending | None:
-    """Return it unless a number is none that a process can end with."""
+    """Return it if a process can end with these numbers, else None."""
     code, number = ending.exit_code, ending.signal
     is_valid = (code is None or 0 <= code <= 255) and (number is None or 0 < number <= 64)
     return Ending(code, number, ending.error[-ERROR_CHARACTERS:]) if is_valid else None

@@ -1,0 +1,66 @@
+"""TorchElastic: reports how each failed rank of a torchrun job ended, from torchrun's own process.
+
+    PACELINE=1 torchrun train.py
+
+torchrun notices the first ranks that fail, then ends the others. Its events have the exit statuses
+only when the job is over, and not for restarts. So the adapter takes them when torchrun begins to
+end the others, and hands them to the agent: with the traceback that `@record` wrote, unless the
+rank's hooks reported one themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from paceline.environment import read_rank_environment
+from paceline.integrations.boundaries import never_raises
+from paceline_wire.ending import Ending, write_ending
+
+
+def attach(module: ModuleType) -> None:
+    """Report the failures of the processes that torchrun starts.
+
+    Args:
+        module: `torch.distributed.elastic.multiprocessing.api`.
+    """
+    processes = module.PContext
+    if hasattr(processes.close, "_paceline"):
+        return
+    close_all = processes.close
+
+    @wraps(close_all)
+    def close(self: Any, *args: Any, **options: Any) -> Any:
+        if not hasattr(self, "_paceline_closed"):
+            # Later those that torchrun ended have failed too.
+            self._paceline_closed = True
+            report_failures(getattr(self, "_failures", {}), getattr(self, "envs", {}))
+        return close_all(self, *args, **options)
+
+    close._paceline = True  # type: ignore[attr-defined]
+    processes.close = close
+
+
+@never_raises
+def report_failures(failures: dict[int, Any], environments: dict[int, dict[str, str]]) -> None:
+    """Write how these ranks ended.
+
+    Args:
+        failures: torch's `ProcessFailure`s by local rank.
+        environments: variables of each local rank.
+    """
+    for local_rank, failure in failures.items():
+        rank = read_rank_environment({**os.environ, **environments[local_rank]})
+        if rank is not None and rank.ring_path.exists():
+            write_ending(rank.ring_path, ending_of(failure))
+
+
+def ending_of(failure: Any) -> Ending:
+    """Return how a rank ended from torch's `ProcessFailure`."""
+    status = failure.exitcode
+    message = failure.error_file_data.get("message")
+    details = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    error = str(details.get("py_callstack", ""))
+    return Ending(None, -status, error) if status < 0 else Ending(status, None, error)
