@@ -43,8 +43,14 @@ class _LateData:
     ranks: list[int]
     onset_step: int
     onset_ns: int
+    least_seconds: float
     finding: Finding | None = None  # None: it has not lasted long enough to be reported
     quiet_steps: int = 0
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Return whether it comes and goes, and is not reported yet: a steady wait replaces it."""
+        return self.finding is None and self.least_seconds > LEAST_SECONDS
 
 
 class SlowDataDetector(Detector):
@@ -138,15 +144,23 @@ class SlowDataDetector(Detector):
             suspects = [ALL]
         for node, ranks in self._by_node(suspects).items():
             fingerprint = "slow_data" if ranks == [ALL] else f"slow_data:{ranks[0]}"
-            if any(
-                set(ranks) & set(active.ranks) or self._node(active.ranks) == node
-                for active in self._active.values()
-            ):
+            known = [
+                key
+                for key, active in self._active.items()
+                if set(ranks) & set(active.ranks) or self._node(active.ranks) == node
+            ]
+            is_steady = bool(recent[ranks[0]])
+            if not all(is_steady and self._active[key].is_uncertain for key in known):
                 continue
+            for key in known:
+                del self._active[key]
             steps = settings.window_steps if recent[ranks[0]] else len(self._excess)
             first = self._first_slow(ranks, steps)
             self._active[fingerprint] = _LateData(
-                ranks, self._steps[first], self._started_ns[first]
+                ranks,
+                self._steps[first],
+                self._started_ns[first],
+                LEAST_SECONDS if is_steady else settings.recurring_seconds,
             )
         return findings + self._report_lasting(observation)
 
@@ -154,7 +168,8 @@ class SlowDataDetector(Detector):
         """Return the findings on waits that have lasted long enough now."""
         now_ns, findings = self._ended_ns, []
         for fingerprint, active in self._active.items():
-            if active.finding is None and now_ns - active.onset_ns >= LEAST_SECONDS * 1e9:
+            seconds = (now_ns - active.onset_ns) / 1e9
+            if active.finding is None and seconds >= active.least_seconds:
                 active.finding = self._finding(fingerprint, active, observation)
                 findings.append(active.finding)
         return findings

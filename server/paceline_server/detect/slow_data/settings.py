@@ -26,6 +26,9 @@ class SlowDataSettings:
     recurring_window_steps: int = 32
     recurring_hits: int = 4
     recurring_share: float = 0.03
+    # It must come and go for this long: in short steps the scheduler of a busy host delays single
+    # reads for some seconds.
+    recurring_seconds: float = 10.0
 
 
 DEFAULTS = SlowDataSettings()
