@@ -260,6 +260,12 @@ def _loop() -> Loop | None:
     return session.loop
 
 
+def mark_evaluations(marked: bool) -> None:
+    """Set whether each evaluation is timed by `evaluate`, so that none must be recognized."""
+    if _session is not None:
+        _session.marks_evaluations = marked
+
+
 def step_begin(step: int | None = None) -> None:
     """Begin an optimizer step; for callbacks. It ends at `step_end` or at the next `step_begin`.
 

@@ -38,6 +38,7 @@ class Sections(Protocol):
     timer: DeviceTimer | None
     checkpoint: StatusSection
     evaluate: StatusSection
+    marks_evaluations: bool
 
     def phase(self, op: int) -> Section:
         """Return the section of a phase, measured on the device if there is one."""
@@ -328,7 +329,7 @@ class Recognition:
 
     def _begin_evaluation(self, now_ns: int) -> None:
         session = self._session
-        if session.evaluate.start or session.checkpoint.start:
+        if session.marks_evaluations or session.evaluate.start or session.checkpoint.start:
             return
         self._drop_forward()
         self._evaluation = _Evaluation(now_ns)

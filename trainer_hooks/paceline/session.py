@@ -72,6 +72,7 @@ class Session:
         self.steps_ended = 0
         self._events: TorchEvents | None = None  # set while torch is watched
         self._phases: dict[int, Section] = {}  # that are recognized, by op
+        self.marks_evaluations = False  # an adapter times each of them: none is recognized
         self.created = 0  # sections and actions
         self.is_automatic = False  # started by `PACELINE=1`, and not yet by the script
         self.command: Control | None = None

@@ -18,7 +18,9 @@ def test_hugging_face_trainer(run_ranks: Run) -> None:
     for rank in run_ranks("hugging_face_ranks.py", "transformers"):
         assert rank.steps == [0, 1, 2, 3, 4, 5]
         assert rank.counts(Op.FORWARD) == rank.counts(Op.BACKWARD) == dict.fromkeys(range(6), 4)
-        assert {2, 3, 5} <= {*rank.counts(Op.EVALUATE)}  # each 3 steps, and last
+        assert rank.counts(Op.OPTIMIZER) == dict.fromkeys(range(6), 1)
+        assert {*rank.counts(Op.DATA_WAIT)} == {*range(6)}
+        assert rank.counts(Op.EVALUATE) == {2: 1, 3: 1, 5: 1}  # each 3 steps, and last
         assert {3, 5} <= {*rank.counts(Op.CHECKPOINT)}
         assert rank.is_communicating()
 
@@ -28,6 +30,8 @@ def test_accelerate(run_ranks: Run) -> None:
     """8 steps of 3 batches, then 4 more; Accelerate counts no steps, its optimizer does."""
     for rank in run_ranks("accelerate_ranks.py", "accelerate"):
         assert rank.steps == list(range(12))
+        assert rank.counts(Op.BACKWARD) == dict.fromkeys(range(12), 3)
+        assert rank.counts(Op.OPTIMIZER) == dict.fromkeys(range(12), 1)
         assert {4, 8} <= {*rank.counts(Op.CHECKPOINT)}  # saved after 4 steps, loaded after 8
         assert rank.is_communicating()
 
@@ -38,7 +42,9 @@ def test_lightning(run_ranks: Run, tmp_path: Path) -> None:
     for rank in ranks:
         assert rank.steps == list(range(8))
         assert rank.counts(Op.FORWARD) == rank.counts(Op.BACKWARD) == dict.fromkeys(range(8), 2)
-        assert {2, 5} <= {*rank.counts(Op.EVALUATE)}  # each 6 batches
+        assert rank.counts(Op.OPTIMIZER) == dict.fromkeys(range(8), 1)
+        assert {*rank.counts(Op.DATA_WAIT)} == {*range(8)}
+        assert rank.counts(Op.EVALUATE) == {2: 1, 5: 1}  # each 6 batches
         assert {3, 7} <= {*rank.counts(Op.CHECKPOINT)}
         assert rank.view.saved_step == 8
         assert rank.is_communicating()
@@ -52,6 +58,8 @@ def test_fabric(run_ranks: Run) -> None:
     """6 steps, then 3 more."""
     for rank in run_ranks("fabric_ranks.py", "lightning"):
         assert rank.steps == list(range(9))
+        assert rank.counts(Op.BACKWARD) == dict.fromkeys(range(9), 2)
+        assert rank.counts(Op.OPTIMIZER) == dict.fromkeys(range(9), 1)
         assert rank.is_communicating()
 
 

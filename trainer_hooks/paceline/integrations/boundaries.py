@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from paceline.hooks import autostart, evaluate, pipelining, step_begin, step_end
+from paceline.hooks import autostart, evaluate, mark_evaluations, pipelining, step_begin, step_end
 from paceline.sections import INERT
 from paceline.session import log_once
 from paceline.writer.interface import Timed
@@ -32,7 +32,8 @@ class StepBoundaries:
     two callbacks of ours, its default one and one of the script.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_evaluations: bool = False) -> None:
+        self._with_evaluations = with_evaluations  # the adapter times each of them
         self.step: int | None = None  # in progress
         self._is_complete = False  # the optimizer stepped; the next begin ends the step
         self._microbatch = 0  # number in the step
@@ -42,6 +43,7 @@ class StepBoundaries:
         """Mark the steps of this process from now on, also if another adapter did so before."""
         global _marking
         autostart()
+        mark_evaluations(self._with_evaluations)
         if _marking is not self:
             _marking = self
             self.step = None
@@ -87,6 +89,7 @@ class StepBoundaries:
                 step_end()
             self.step, self._is_complete = None, False
             _marking = None
+            mark_evaluations(False)
 
     # Parts of a step
 

@@ -21,7 +21,7 @@ from paceline.integrations.boundaries import StepBoundaries, follow, never_raise
 from paceline.writer.interface import Timed
 
 # Shared by all callbacks: a Trainer may have a default one and one of the script.
-_boundaries = StepBoundaries()
+_boundaries = StepBoundaries(with_evaluations=True)
 
 
 class ComposerCallback(Callback):  # type: ignore[misc]

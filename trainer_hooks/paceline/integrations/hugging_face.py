@@ -25,7 +25,7 @@ class PacelineCallback(TrainerCallback):  # type: ignore[misc]
     """Records the steps, evaluations, checkpoints and losses of a `Trainer`."""
 
     # Shared by all callbacks: a Trainer may have a default one and one of the script.
-    _boundaries = StepBoundaries()
+    _boundaries = StepBoundaries(with_evaluations=True)
 
     @never_raises
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -25,7 +25,7 @@ _package: Any = importlib.import_module(
 )
 
 # Shared by all callbacks: a Trainer may have one of the factory and one of the script.
-_boundaries = StepBoundaries()
+_boundaries = StepBoundaries(with_evaluations=True)
 
 
 class LightningCallback(_package.Callback):  # type: ignore[misc]
