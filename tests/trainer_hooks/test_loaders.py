@@ -1,0 +1,58 @@
+"""The result of `paceline.steps` keeps what frameworks look for in a loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import paceline
+from paceline_wire.ring import RingReader
+from paceline_wire.spans import Op, unpack
+from tests.trainer_hooks.conftest import Script
+
+DATA_LOADER = """
+import copy, inspect, pickle
+import torch, paceline
+from torch.utils.data import DataLoader, DistributedSampler
+
+class Loader(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch + 1
+
+paceline.init()
+plain = Loader(range(8), batch_size=2)
+wrapped = paceline.steps(plain, start=5)
+assert isinstance(wrapped, Loader) and type(wrapped).__name__ == "Loader"
+for name in ("dataset", "sampler", "batch_sampler", "collate_fn", "num_workers"):
+    assert getattr(wrapped, name) is getattr(plain, name), name
+assert len(wrapped) == 4
+wrapped.mine = 3
+assert wrapped.mine == 3
+assert inspect.signature(type(wrapped)) == inspect.signature(Loader)
+# As Lightning does: the same class again, with a sampler of its own.
+sampler = DistributedSampler(wrapped.dataset, num_replicas=2, rank=0, shuffle=False)
+again = type(wrapped)(wrapped.dataset, batch_size=2, sampler=sampler)
+again.sampler.set_epoch(1)
+print([batch.tolist() for batch in again])
+print([batch.tolist() for batch in copy.copy(wrapped)][0])
+print(len(list(pickle.loads(pickle.dumps(wrapped)))))
+"""
+
+
+def test_a_data_loader_stays_one_that_can_be_created_again(script: Script, tmp_path: Path) -> None:
+    finished = script(DATA_LOADER)
+    assert finished.stdout == "[[1, 3], [5, 7]]\n[1, 2]\n4\n", finished.stderr
+    spans = unpack(RingReader(tmp_path / "local.g0.r0.ring").read())
+    assert [span.step for span in spans if span.op == Op.STEP] == list(range(5, 15))
+
+
+def test_attributes_are_set_on_the_loader() -> None:
+    class Loader(list[int]):
+        epoch = 0
+
+    loader = Loader([1])
+    wrapped = paceline.steps(loader)
+    wrapped.epoch = 4
+    assert loader.epoch == wrapped.epoch == 4
+    del wrapped.epoch
+    assert loader.epoch == 0
