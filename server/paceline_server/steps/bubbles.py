@@ -23,6 +23,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.steps.grid import grid_of
 from paceline_server.steps.phase import PipelinePhase, PipelinePhaseReader
 from paceline_server.steps.pipeline import Pipeline
 from paceline_server.steps.schedule import bubble_theory
@@ -209,16 +210,17 @@ def _unexplained(timing: StepTiming, topology: Topology, theory: float | None) -
     compute = timing.compute
     if topology.pp < 2 or not compute.rank.size:
         return []
+    grid = grid_of(topology)
     ranks, row = np.unique(compute.rank, return_inverse=True)
-    replica = ranks // topology.tp % topology.dp
-    begin = np.full(topology.dp, np.iinfo(np.int64).max)
-    end = np.zeros(topology.dp, dtype=np.int64)
+    replica = grid.replica[ranks]
+    begin = np.full(grid.replicas, np.iinfo(np.int64).max)
+    end = np.zeros(grid.replicas, dtype=np.int64)
     np.minimum.at(begin, replica[row], compute.start_ns)
     np.maximum.at(end, replica[row], compute.end_ns)
     total = (end - begin)[replica] / 1e9
     seconds = np.bincount(row, weights=(compute.end_ns - compute.start_ns) / 1e9)
     idle = np.clip(1.0 - seconds / np.maximum(total, 1e-12), 0.0, 1.0)
-    stage = ranks // (topology.tp * topology.dp)
+    stage = grid.stage[ranks]
     return [
         StageBubble(number, float(idle[stage == number].mean()), theory)
         for number in np.unique(stage).tolist()

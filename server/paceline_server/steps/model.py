@@ -11,10 +11,11 @@ from paceline_server.steps.assembly import Assembler
 from paceline_server.steps.breakdown import break_down, compute_rows, rank_times
 from paceline_server.steps.bubbles import BubbleModel
 from paceline_server.steps.columns import CHUNK, Block, Ints, Spans, block, decode
+from paceline_server.steps.grid import grid_of
 from paceline_server.steps.groups import Groups
 from paceline_server.steps.metadata import merged
-from paceline_server.steps.peers import medians_of_others
-from paceline_server.steps.replicas import RankCoordinates, ReplicaPhases
+from paceline_server.steps.peers import medians_of_others, peer_groups
+from paceline_server.steps.replicas import ReplicaPhases
 from paceline_server.steps.timeline import StepTimeline
 from paceline_server.steps.timing import ComputeTimes, Floats, RankTimes, StepTiming
 from paceline_server.steps.types import RankStep, StepSummary
@@ -109,13 +110,14 @@ class StepModel:
         timeline = StepTimeline(spans)
         if 2 * len(timeline) < self.topology.world_size:
             return None
-        places = RankCoordinates.of(timeline.ranks, self.topology)
+        grid = grid_of(self.topology)
         compute = compute_rows(spans, timeline)
-        phases = ReplicaPhases.of(spans, timeline, compute, places, self.topology)
+        phases = ReplicaPhases.of(spans, timeline, compute, grid)
         met = communication(spans, self.groups)
         painted = break_down(spans, met.wait_ns, timeline, phases, compute)
         times = rank_times(spans, timeline, painted)
-        slowdown = slowdowns(times.self_seconds, places.pp_rank)
+        group = peer_groups(timeline.ranks, grid, spans.rank[compute], spans.bytes[compute])
+        slowdown = slowdowns(times.self_seconds, group)
         started_ns, ended_ns = _extent(timeline)
         timing = StepTiming(
             step=step,
@@ -153,11 +155,11 @@ def _compute_times(spans: Spans, rows: Ints, self_ns: Ints) -> ComputeTimes:
     )
 
 
-def slowdowns(self_seconds: Floats, stage: Ints) -> Floats:
-    """Return each rank's self time over the median of its stage's other ranks; NaN: no peers."""
+def slowdowns(self_seconds: Floats, group: Ints) -> Floats:
+    """Return each rank's self time over the median of its group's others; NaN: no peers."""
     typical = np.full(self_seconds.size, np.nan)
-    for number in np.unique(stage).tolist():
-        peers = stage == number
+    for number in np.unique(group).tolist():
+        peers = group == number
         typical[peers] = medians_of_others(self_seconds[peers])
     answer = np.full(self_seconds.size, np.nan)
     np.divide(self_seconds, typical, out=answer, where=typical > 0)

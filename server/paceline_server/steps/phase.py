@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.steps.grid import RankGrid, grid_of
 from paceline_server.steps.pipeline import Pipeline, PipelineAction
 from paceline_server.steps.timing import StepTiming
 from paceline_wire.spans import Op
@@ -61,7 +62,7 @@ class PipelinePhaseReader:
     """Reads the phase of a step; caches the layout, which rarely changes between steps."""
 
     def __init__(self, topology: Topology) -> None:
-        self._topology = topology
+        self._grid = grid_of(topology)
         self._layout: tuple[list[Ints], Pipeline | None] = ([], None)
 
     def read(self, timing: StepTiming) -> PipelinePhase | None:
@@ -79,15 +80,15 @@ class PipelinePhaseReader:
         shift = _clock_shifts(pipeline, begun, ended)  # [stage, replica]
         begun, ended = begun - shift[pipeline.stage], ended - shift[pipeline.stage]
         zero = begun.min(axis=0)
-        topology = self._topology
-        who = (np.arange(topology.pp)[:, None] * topology.dp + np.stack(replicas)) * topology.tp
+        grid = self._grid
+        who = grid.ranks[np.arange(grid.stages)[:, None], np.stack(replicas), 0]
         ready, within = _data(timing, who, base, begun[pipeline.first] + shift)
         return PipelinePhase(
             pipeline=pipeline,
             ranks=who,
             starts=begun - zero,
             ends=ended - zero,
-            arrived=_arrived(timing, topology, pipeline, who, base) - shift[pipeline.stage] - zero,
+            arrived=_arrived(timing, grid, pipeline, who, base) - shift[pipeline.stage] - zero,
             data_ready=ready - shift - zero,
             data_seconds=within,
         )
@@ -97,14 +98,14 @@ class PipelinePhaseReader:
 
         Starts and ends are [replica, action].
         """
-        topology = self._topology
+        grid = self._grid
         compute = timing.compute
-        if topology.pp < 2 or not compute.rank.size:
+        if grid.stages < 2 or not compute.rank.size:
             return None
         chosen = compute.microbatch >= 0
-        if topology.tp > 1:
-            chosen &= compute.rank % topology.tp == 0
-        if not chosen.any() or chosen.sum() > MAXIMUM_ACTIONS * topology.dp:
+        if grid.shards > 1:
+            chosen &= grid.shard[compute.rank] == 0
+        if not chosen.any() or chosen.sum() > MAXIMUM_ACTIONS * grid.replicas:
             return None
         rank, start = compute.rank[chosen], compute.start_ns[chosen]
         end, key = compute.end_ns[chosen], _keys(timing, chosen)
@@ -112,18 +113,19 @@ class PipelinePhaseReader:
             order = np.lexsort((start, rank))
             rank, start, end, key = rank[order], start[order], end[order], key[order]
         present, begins, counts = np.unique(rank, return_index=True, return_counts=True)
-        stage = present // (topology.dp * topology.tp)
-        if np.unique(stage).size < topology.pp:
+        stage, replica_of = grid.stage[present], grid.replica[present]
+        if np.unique(stage).size < grid.stages:
             return None
         found = []
-        for number in range(topology.pp):
+        for number in range(grid.stages):
             members = np.flatnonzero(stage == number)
+            members = members[np.argsort(replica_of[members])]
             usual = int(np.bincount(counts[members]).argmax())
             members = members[counts[members] == usual]
             rows = begins[members][:, None] + np.arange(usual)
             keys = key[rows]
             alike = (keys == keys[keys.shape[0] // 2]).all(axis=1)
-            rows, replica = rows[alike], present[members][alike] // topology.tp % topology.dp
+            rows, replica = rows[alike], replica_of[members][alike]
             found.append((key[rows[0]], start[rows], end[rows], replica))
         return found
 
@@ -199,25 +201,25 @@ def _least_gap(pipeline: Pipeline, begun: Floats, ended: Floats, source: int, si
 
 
 def _arrived(
-    timing: StepTiming, topology: Topology, pipeline: Pipeline, ranks: Ints, base_ns: Ints
+    timing: StepTiming, grid: RankGrid, pipeline: Pipeline, ranks: Ints, base_ns: Ints
 ) -> Floats:
     """Return the end of the receive that each action needed; NaN: unknown. [action, replica]"""
     moments = np.full((pipeline.nodes, ranks.shape[1]), np.nan)
     sent = timing.transfers
-    lane = np.full(topology.world_size, -1)
+    lane = np.full(grid.ranks.size, -1)
     lane[ranks] = np.arange(ranks.shape[1])
     forward, backward = sent.op == Op.FORWARD_SEND, sent.op == Op.BACKWARD_SEND
     rows = np.flatnonzero((forward | backward) & (sent.microbatch >= 0))
     rows = rows[lane[sent.destination[rows]] >= 0]
     if not rows.size:
         return moments
-    stage = sent.source[rows] // (topology.dp * topology.tp)
-    part = np.maximum(sent.chunk[rows], 0) * topology.pp + stage
+    stage = grid.stage[sent.source[rows]]
+    part = np.maximum(sent.chunk[rows], 0) * grid.stages + stage
     part += np.where(forward[rows], 1, -1)
     op = np.where(forward[rows], int(Op.FORWARD), int(Op.BACKWARD))
     wanted = _part_key(op, part, sent.microbatch[rows])
     having = _part_key(
-        pipeline.op, pipeline.chunk * topology.pp + pipeline.stage, pipeline.microbatch
+        pipeline.op, pipeline.chunk * grid.stages + pipeline.stage, pipeline.microbatch
     )
     order = np.argsort(having)
     place = order[np.minimum(np.searchsorted(having[order], wanted), having.size - 1)]

@@ -7,21 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline_server.steps.columns import Ints, Spans
+from paceline_server.steps.grid import RankGrid
 from paceline_server.steps.timeline import StepTimeline
-from paceline_wire.topology import Topology
-
-
-@dataclass(frozen=True, slots=True)
-class RankCoordinates:
-    """The dp_rank and pp_rank of some ranks, as columns."""
-
-    dp_rank: Ints
-    pp_rank: Ints
-
-    @staticmethod
-    def of(ranks: Ints, topology: Topology) -> RankCoordinates:
-        pp_rank, dp_rank = np.divmod(ranks // topology.tp, topology.dp)
-        return RankCoordinates(dp_rank, pp_rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +30,20 @@ class ReplicaPhases:
         spans: Spans,
         timeline: StepTimeline,
         compute: Ints,
-        places: RankCoordinates,
-        topology: Topology,
+        grid: RankGrid,
     ) -> ReplicaPhases:
         """Return the phases. `compute`: the rows of the microbatches."""
-        if topology.pp == 1:
+        if grid.stages == 1:
             return ReplicaPhases(timeline.end_ns, timeline.end_ns)
         never, longest = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-        begin_ns = np.full(topology.dp, longest, dtype=np.int64)
-        end_ns = np.full(topology.dp, never, dtype=np.int64)
-        replica = places.dp_rank[timeline.owner[compute]]
+        begin_ns = np.full(grid.replicas, longest, dtype=np.int64)
+        end_ns = np.full(grid.replicas, never, dtype=np.int64)
+        replica_of = grid.replica[timeline.ranks]
+        replica = replica_of[timeline.owner[compute]]
         np.minimum.at(begin_ns, replica, spans.start_ns[compute])
         np.maximum.at(end_ns, replica, spans.end_ns[compute])
-        known = (begin_ns != longest)[places.dp_rank]
+        known = (begin_ns != longest)[replica_of]
         return ReplicaPhases(
-            np.where(known, begin_ns[places.dp_rank], timeline.end_ns),
-            np.where(known, end_ns[places.dp_rank], timeline.end_ns),
+            np.where(known, begin_ns[replica_of], timeline.end_ns),
+            np.where(known, end_ns[replica_of], timeline.end_ns),
         )

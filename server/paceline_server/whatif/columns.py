@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.steps.grid import grid_of
 from paceline_server.steps.timing import ComputeTimes, StepTiming
 from paceline_wire.spans import COMPUTE_OPS, RECEIVE_OPS, TRANSFER_OPS, Op
 from paceline_wire.topology import Topology
@@ -78,10 +79,17 @@ class Layout:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        rest, self.tp_rank = np.divmod(np.arange(topology.world_size), topology.tp)
-        self.stage, self.dp_rank = np.divmod(rest, topology.dp)
-        self.replica = self.dp_rank * topology.tp + self.tp_rank
-        self.replicas = topology.dp * topology.tp
+        grid = grid_of(topology)
+        self.ranks = grid.ranks  # [stage, dp rank, tp rank]
+        # Expert ranks count as dp ranks, context ranks as tp ranks: the replay has three axes.
+        self.stage, self.dp_rank, self.tp_rank = grid.stage, grid.replica, grid.shard
+        self.dp, self.tp = grid.replicas, grid.shards
+        self.replica = self.dp_rank * self.tp + self.tp_rank
+        self.replicas = self.dp * self.tp
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Return a rank's stage, dp rank and tp rank."""
+        return int(self.stage[rank]), int(self.dp_rank[rank]), int(self.tp_rank[rank])
 
     def known(self, rank: Ints) -> npt.NDArray[np.bool_]:
         """Return a mask of the ranks that exist."""

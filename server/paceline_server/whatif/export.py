@@ -47,9 +47,10 @@ class Export:
 def export(built: Built, started_seconds: dict[int, float]) -> Export:
     """Return the trace; `started_seconds`: step -> start of the step."""
     window = built.window
-    topology = window.layout.topology
+    layout = window.layout
+    topology = layout.topology
     rows = list(_Exporter(built).rows())
-    steps, dp_ranks = np.meshgrid(window.steps, np.arange(topology.dp), indexing="ij")
+    steps, dp_ranks = np.meshgrid(window.steps, np.arange(layout.dp), indexing="ij")
     began = np.array([started_seconds[step] for step in window.steps])[:, None]
     parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in COLUMNS}
     counts: dict[tuple[str, int], int] = {}
@@ -60,7 +61,7 @@ def export(built: Built, started_seconds: dict[int, float]) -> Export:
         for name, value in (
             ("dp_rank", dp_ranks),
             ("stage", row.stage),
-            ("rank", (row.stage * topology.dp + dp_ranks) * topology.tp),
+            ("rank", layout.ranks[row.stage, dp_ranks, 0]),
             ("step", steps),
             ("optype", row.optype),
             ("start_ts", began + row.start),
@@ -75,9 +76,9 @@ def export(built: Built, started_seconds: dict[int, float]) -> Export:
     return Export(
         {name: np.concatenate(values) for name, values in parts.items()},
         {
-            "dp_size": topology.dp,
+            "dp_size": layout.dp,
             "pp_size": topology.pp,
-            "tp_size": topology.tp,
+            "tp_size": layout.tp,
             "dsp_size": 1,
             "vpp_size": chunks,
             "world_size": topology.world_size,
@@ -95,8 +96,8 @@ class _Exporter:
 
     def rows(self) -> Iterator[_Row]:
         """Yield the rows of all stages; rows of the same type and stage are in order."""
-        order, topology = self.order, self.window.layout.topology
-        for stage in range(topology.pp):
+        order, layout = self.order, self.window.layout
+        for stage in range(layout.topology.pp):
             yield self._row(order.data_wait[stage])
             for op in order.compute[stage]:
                 yield self._row(op)
@@ -104,7 +105,7 @@ class _Exporter:
                 yield from self._sends(stage, send)
                 yield from self._receives(stage, send)
             after = self.ends[order.compute[stage][-1]]
-            if topology.dp > 1:
+            if layout.dp > 1:
                 yield self._row(order.reduction[stage], after)
                 after = self.ends[order.reduction[stage]]
             yield self._row(order.exchange[stage], after)

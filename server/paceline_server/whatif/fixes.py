@@ -46,8 +46,8 @@ class Fixes:
         fixed: dict[int, list[tuple[int, int]]] = {}
         for rank in sorted(set(ranks)):
             if 0 <= rank < topology.world_size:
-                place = topology.coordinates(rank)
-                fixed.setdefault(place.pp_rank, []).append((place.dp_rank, place.tp_rank))
+                stage, *place = self._layout.place(rank)
+                fixed.setdefault(stage, []).append((place[0], place[1]))
         for stage, places in fixed.items():
             rows = self._rows(stage)
             own = self._window.own[rows]
@@ -143,14 +143,15 @@ class Fixes:
         for rank, peer_rank in links:
             if not (0 <= rank < topology.world_size and 0 <= peer_rank < topology.world_size):
                 continue
-            end, peer = topology.coordinates(rank), topology.coordinates(peer_rank)
-            if end.pp_rank != peer.pp_rank:
-                if end.dp_rank == peer.dp_rank:
-                    self._idealize_transfers({end.pp_rank, peer.pp_rank}, end.dp_rank)
-            elif end.dp_rank != peer.dp_rank:
-                self._idealize_reduction(end.pp_rank)
-            elif end.tp_rank != peer.tp_rank:
-                self._idealize_tensor_parallel(end.pp_rank, end.dp_rank)
+            stage, dp_rank, tp_rank = self._layout.place(rank)
+            peer_stage, peer_dp_rank, peer_tp_rank = self._layout.place(peer_rank)
+            if stage != peer_stage:
+                if dp_rank == peer_dp_rank:
+                    self._idealize_transfers({stage, peer_stage}, dp_rank)
+            elif dp_rank != peer_dp_rank:
+                self._idealize_reduction(stage)
+            elif tp_rank != peer_tp_rank:
+                self._idealize_tensor_parallel(stage, dp_rank)
 
     def _idealize_transfers(self, stages: set[int], dp_rank: int) -> None:
         order = self._order
@@ -205,8 +206,8 @@ class Fixes:
         excess: dict[tuple[int, int], float] = {}
         for rank, seconds in excess_seconds.items():
             if 0 <= rank < topology.world_size and seconds > 0:
-                place = topology.coordinates(rank)
-                key = (place.pp_rank, place.dp_rank)
+                stage, dp_rank, _ = self._layout.place(rank)
+                key = (stage, dp_rank)
                 excess[key] = max(excess.get(key, 0.0), seconds)
         for (stage, dp_rank), seconds in excess.items():
             left = np.full(self.seconds.shape[1], seconds)

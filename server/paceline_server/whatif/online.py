@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from paceline_server.steps.grid import grid_of
 from paceline_server.steps.timing import StepTiming
 from paceline_server.whatif import operations as ops
 from paceline_server.whatif.analysis import Analysis, PreparedTrace, ideal_seconds, judge_step
@@ -149,15 +150,14 @@ class RunReplay:
         analysis = self.analysis
         if analysis is None:
             return []
-        topology = self.topology
+        ranks = grid_of(self.topology).ranks
         tried = [self._fix_worker(lowest)[0] for lowest in _slowest(analysis.slowdown_by_worker)]
-        if topology.pp > 1:
+        if self.topology.pp > 1:
             tried += [
                 Fix("stage", f"stage {stage}", self._gain(stages=[stage]))
                 for stage in _slowest(analysis.slowdown_by_stage)
             ]
-        if topology.dp > 1:
-            ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
+        if ranks.shape[1] > 1:
             tried += [
                 Fix(
                     "dp_rank",
@@ -173,16 +173,18 @@ class RunReplay:
         return _in_order([fix for fix in tried if fix.speedup >= LEAST_SPEEDUP])
 
     def _worker(self, lowest: int) -> list[int]:
-        return list(range(lowest, lowest + self.topology.tp))
+        grid = grid_of(self.topology)
+        ranks: list[int] = grid.ranks[grid.stage[lowest], grid.replica[lowest]].tolist()
+        return ranks
 
     def _fix_worker(self, lowest: int) -> tuple[Fix, list[int]]:
         """Return the fix of a worker, or of its only slow rank, and the fixed ranks."""
         assert self.built is not None
-        place = self.topology.coordinates(lowest)
+        stage, dp_rank, _ = self.built.window.layout.place(lowest)
         ranks = self._worker(lowest)
         gain = self._gain(ranks=ranks)
-        own = self.built.window.own[self.built.window.order.compute[place.pp_rank]]
-        slowest = ranks[int(own[:, :, place.dp_rank].sum(axis=(0, 1)).argmax())]
+        own = self.built.window.own[self.built.window.order.compute[stage]]
+        slowest = ranks[int(own[:, :, dp_rank].sum(axis=(0, 1)).argmax())]
         gain_of_slowest = gain if len(ranks) == 1 else self._gain(ranks=[slowest])
         if gain_of_slowest - 1.0 >= SIMILAR_GAIN_RATIO * (gain - 1.0):
             return Fix("rank", f"rank {slowest}", gain_of_slowest), [slowest]
@@ -206,12 +208,11 @@ class RunReplay:
         microbatch = np.array(window.order.microbatch)[model.order]
         ideal = ideal_seconds(optype, recorded)
         step = PreparedTrace(model, optype, stage, chunk, microbatch, recorded, ideal)
-        topology = self.topology
-        ranks = np.arange(0, topology.world_size, topology.tp).reshape(topology.pp, topology.dp).T
+        ranks = grid_of(self.topology).ranks[:, :, 0].T
         return judge_step(
             step,
             np.array(window.steps),
-            np.arange(topology.dp),
+            np.arange(ranks.shape[0]),
             ranks,
             float(window.recorded_seconds.mean()),
         )

@@ -86,8 +86,7 @@ class _Tables:
         self.timings = timings
         self.layout = layout
         self.order = order
-        topology = layout.topology
-        self.cells = (len(timings), topology.dp, topology.tp)
+        self.cells = (len(timings), layout.dp, layout.tp)
         base_ns = [int(timing.ranks.start_ns.min(initial=1 << 62)) for timing in timings]
         self.base_ns = np.array(base_ns, np.int64)
         op = _operation_numbers(order.compute_of, compute, ("stage", "op", "chunk", "microbatch"))
@@ -270,8 +269,8 @@ class _Tables:
 
     def _reductions(self) -> Seconds:
         """Return the transfer time of the collectives between dp ranks. [stage, step]"""
-        topology = self.layout.topology
-        seconds = np.zeros((topology.pp, len(self.timings), topology.tp))
+        layout = self.layout
+        seconds = np.zeros((layout.topology.pp, len(self.timings), layout.tp))
         for step, (stage, tp_rank), rows in self._dp_collectives():
             transfers = self.timings[step].collectives.transfer_seconds[rows]
             seconds[stage, step, tp_rank] += np.nansum(transfers)

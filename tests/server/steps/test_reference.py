@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from paceline_server.steps.breakdown import SPANS_AT_A_TIME, Part, break_down, compute_rows
 from paceline_server.steps.columns import FIELDS, Spans, concatenate
+from paceline_server.steps.grid import grid_of
 from paceline_server.steps.groups import Groups
-from paceline_server.steps.replicas import RankCoordinates, ReplicaPhases
+from paceline_server.steps.replicas import ReplicaPhases
 from paceline_server.steps.timeline import StepTimeline
 from paceline_server.steps.waits import COLLECTIVES, RECEIVES, TRANSFERS, communication
 from paceline_wire.ring import GroupDefinition
@@ -150,9 +151,8 @@ def test_parts_and_waits_equal_those_computed_rank_by_rank(played, at_a_time):
     ]
     spans = concatenate(per_rank)
     timeline, known = StepTimeline(spans), groups()
-    places = RankCoordinates.of(timeline.ranks, TOPOLOGY)
     compute = compute_rows(spans, timeline)
-    phases = ReplicaPhases.of(spans, timeline, compute, places, TOPOLOGY)
+    phases = ReplicaPhases.of(spans, timeline, compute, grid_of(TOPOLOGY))
     met = communication(spans, known)
     painted = break_down(spans, met.wait_ns, timeline, phases, compute, at_a_time)
 

@@ -107,6 +107,6 @@ def _degraded_nodes(draft: Draft) -> set[str]:
 
 def _shortage(draft: Draft, nodes: list[NodeView]) -> str:
     topology = draft.view.spec.topology
-    needed = topology.pp * topology.tp
+    needed = topology.world_size // topology.dp
     ready = sum(node.slots for node in nodes)
     return f"Waiting for nodes: at least {needed} slots are needed, {ready} are ready."

@@ -24,6 +24,7 @@ from paceline_server.detect.sequence_variance.settings import DEFAULTS, Sequence
 from paceline_server.detect.statistics.lengths import fit_cost
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
+from paceline_server.steps.grid import RankGrid, grid_of
 from paceline_server.steps.phase import PipelinePhase, PipelinePhaseReader
 from paceline_server.steps.pipeline import Pipeline, PipelineAction
 from paceline_server.steps.timing import StepTiming
@@ -197,7 +198,7 @@ class _LengthReplay:
         if self._topology.pp > 1:
             phase = self._reader.read(timing)
             return None if phase is None else _of_phase(phase, timing, self._topology.world_size)
-        return _of_single_stage(timing, self._topology.tp)
+        return _of_single_stage(timing, grid_of(self._topology))
 
 
 def _of_phase(phase: PipelinePhase, timing: StepTiming, world: int) -> _Work:
@@ -222,9 +223,9 @@ def _of_phase(phase: PipelinePhase, timing: StepTiming, world: int) -> _Work:
     return _Work(pipeline, phase.seconds, compute.tokens[table], compute.squared_tokens[table])
 
 
-def _of_single_stage(timing: StepTiming, tp: int) -> _Work | None:
+def _of_single_stage(timing: StepTiming, grid: RankGrid) -> _Work | None:
     compute = timing.compute
-    rows = np.flatnonzero((compute.rank % tp == 0) & (compute.microbatch >= 0))
+    rows = np.flatnonzero((grid.shard[compute.rank] == 0) & (compute.microbatch >= 0))
     rows = rows[np.lexsort((compute.start_ns[rows], compute.rank[rows]))]
     if not rows.size:
         return None

@@ -25,10 +25,12 @@ from paceline_server.detect.reporting import cost_text, gain, speedup_without
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
 from paceline_server.policy import Policy
+from paceline_server.steps.grid import grid_of
 from paceline_server.steps.peers import medians_of_others
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 CAUSE = "slow data loading"
 CAUSE_FOR_ALL = "slow storage"
@@ -64,9 +66,8 @@ class SlowDataDetector(Detector):
     ) -> None:
         super().__init__(generation, policy)
         self.settings = settings
-        topology = generation.topology
-        world = topology.world_size
-        self._stage = np.arange(world) // (topology.dp * topology.tp)
+        world = generation.topology.world_size
+        self._stage = grid_of(generation.topology).stage
         # Sets of ranks that share only their storage.
         self._unrelated = _unrelated(generation)
         # One extra column represents all ranks: it holds a wait that most of them exceed.
@@ -299,16 +300,14 @@ class SlowDataDetector(Detector):
         )
 
 
-def _unrelated(generation: Generation) -> list[slice]:
+def _unrelated(generation: Generation) -> list[Ints]:
     """Return the ranks of each stage that spans several nodes; if there is none, all ranks."""
-    topology = generation.topology
-    size = topology.dp * topology.tp
-    stages = [
-        range(first, first + size)
-        for first in range(0, topology.world_size, size)
-        if len({generation.node(rank) for rank in range(first, first + size)}) > 1
+    ranks = grid_of(generation.topology).ranks
+    stages = [np.sort(stage.ravel()) for stage in ranks]
+    on_several = [
+        stage for stage in stages if len({generation.node(rank) for rank in stage.tolist()}) > 1
     ]
-    return [slice(stage.start, stage.stop) for stage in stages] or [slice(0, topology.world_size)]
+    return on_several or [np.arange(ranks.size)]
 
 
 _ADVICE = (

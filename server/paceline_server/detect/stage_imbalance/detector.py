@@ -22,6 +22,7 @@ from paceline_server.detect.stage_imbalance.layers import Balance, balance, move
 from paceline_server.detect.stage_imbalance.settings import DEFAULTS, StageImbalanceSettings
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
+from paceline_server.steps.grid import grid_of
 from paceline_server.steps.phase import PipelinePhaseReader
 from paceline_server.steps.timing import StepTiming
 
@@ -43,7 +44,7 @@ class StageImbalanceDetector(Detector):
         self.settings = settings
         topology = generation.topology
         self._stages = topology.pp
-        self._per_stage = topology.dp * topology.tp
+        self._grid = grid_of(topology)
         self._reader = PipelinePhaseReader(topology)
         self._rows: list[Floats] = []  # log seconds of each stage's typical rank
         self._steps: list[int] = []
@@ -63,7 +64,7 @@ class StageImbalanceDetector(Detector):
     def _measure(self, timing: StepTiming) -> bool:
         """Append the seconds of each stage; return False if a stage is missing."""
         ranks = timing.ranks
-        stage = ranks.rank // self._per_stage
+        stage = self._grid.stage[ranks.rank]
         known = ranks.self_seconds > 0
         middle = np.full(self._stages, np.nan)
         for number in range(self._stages):
@@ -102,8 +103,7 @@ class StageImbalanceDetector(Detector):
         surely = float(own.min()) >= settings.ratio + error
         if not surely and (count < settings.steps or np.median(own) < settings.ratio):
             return []
-        first = stage * self._per_stage
-        if observation.stragglers & set(range(first, first + self._per_stage)):
+        if observation.stragglers & set(self._grid.ranks[stage].ravel().tolist()):
             return []
         found = self._balance(observation)
         assert self._newest is not None
@@ -156,7 +156,7 @@ class StageImbalanceDetector(Detector):
             ),
             now_ns=observation.now_ns,
             stage=stage,
-            ranks=list(range(stage * self._per_stage, (stage + 1) * self._per_stage)),
+            ranks=sorted(self._grid.ranks[stage].ravel().tolist()),
             onset_step=self._steps[0],
             step=self._steps[-1],
             slowdown=ratio,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.steps.grid import grid_of
 from paceline_server.steps.timing import ComputeTimes
 from paceline_wire.topology import Topology
 
@@ -103,7 +104,7 @@ class ExpectedCompute:
     """
 
     def __init__(self, topology: Topology) -> None:
-        self._ranks_per_stage = topology.dp * topology.tp
+        self._stage = grid_of(topology).stage
         self._chunks = 1  # chunk -1 (unknown) is stored first
         self._stages = topology.pp
         self._costs = np.full((topology.pp * OPS, 3), np.nan)
@@ -112,7 +113,7 @@ class ExpectedCompute:
 
     def cells(self, compute: ComputeTimes) -> Ints:
         """Return the (stage, chunk, op) of each row, as a small number."""
-        stage = compute.rank // self._ranks_per_stage
+        stage = self._stage[compute.rank]
         cell: Ints = ((compute.chunk + 1) * self._stages + stage) * OPS + compute.op
         return cell
 
