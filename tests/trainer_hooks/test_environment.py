@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline import session
 from paceline.environment import RankEnvironment, identify, read_rank_environment
 from paceline_wire.ring import RingReader
 from paceline_wire.topology import Coordinates, Topology
@@ -167,16 +166,11 @@ def test_metadata_that_fits_is_kept_and_the_rest_is_dropped(
     assert "kept 2 of 3 metadata entries; the limit is 3000 bytes" in caplog.text
 
 
-@pytest.mark.parametrize(("place", "is_logged"), [((0, 1), False), ((1, 0), True)])
-def test_coordinates_that_differ_from_the_assumed_layout_are_logged(
-    ring_directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    place: tuple[int, int],
-    is_logged: bool,
+def test_coordinates_in_another_order_are_reported_as_given(
+    ring_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "_logged", set())
     for name, value in {"RANK": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    paceline.init(dp_rank=place[0], pp_rank=place[1], topology=Topology(dp=2, pp=2))
-    assert ("the (pp, dp, tp) layout" in caplog.text) is is_logged
+    paceline.init(dp_rank=1, pp_rank=0, topology=Topology(dp=2, pp=2))
+    identity = RingReader(ring_directory / "local.g0.r2.ring").identity
+    assert (identity.coordinates.dp_rank, identity.coordinates.pp_rank) == (1, 0)

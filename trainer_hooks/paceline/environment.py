@@ -21,12 +21,12 @@ from typing import Any
 from paceline_wire.job_name import as_job_name
 from paceline_wire.node_directory import rings_of_running_agents
 from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity, RingError, RingReader
-from paceline_wire.topology import Coordinates, Topology
+from paceline_wire.topology import DEFAULT_LAYOUT, Axis, Coordinates, Topology
 
 _log = logging.getLogger(__name__)
 
-# Common names of the three axes in `init_device_mesh`.
-AXES = {
+# Common names of the axes in `init_device_mesh`.
+AXES: dict[str, Axis] = {
     "dp": "dp",
     "data": "dp",
     "dp_replicate": "dp",
@@ -35,13 +35,31 @@ AXES = {
     "shard": "dp",
     "fsdp": "dp",
     "ddp": "dp",
+    "hsdp": "dp",
+    "dp_shard_cp": "dp",  # holds context-parallel ranks as well, which are taken out again
+    "dp_cp": "dp",
+    "dp_shard_mod_ep": "dp",
+    "dp_shard_in_ep": "dp",
     "pp": "pp",
     "pipeline": "pp",
     "pipe": "pp",
     "tp": "tp",
     "tensor": "tp",
     "model": "tp",
+    "mp": "tp",
+    "cp": "cp",
+    "context": "cp",
+    "sp": "cp",
+    "seq": "cp",
+    "sequence": "cp",
+    "ulysses": "cp",
+    "ring": "cp",
+    "ep": "ep",
+    "expert": "ep",
+    "experts": "ep",
 }
+# Names of dimensions that combine or divide the axes in another way, as torchtitan has them.
+OTHER_DIMENSIONS = frozenset({"world", "loss", "batch", "etp", "efsdp", "default"})
 
 # Variables of torchrun, srun and mpirun that identify this process: rank, number of ranks, local
 # rank. An sbatch script is one process, without SLURM_STEP_NUM_TASKS.
@@ -249,27 +267,39 @@ def locate_rank(
         mesh: a `DeviceMesh`, or None.
         given: coordinates by axis that the user passed; they override the others.
     """
-    sizes = {"dp": topology.dp, "pp": topology.pp, "tp": topology.tp}
+    sizes = {axis: topology.size(axis) for axis in DEFAULT_LAYOUT}
     if mesh is not None and mesh.mesh_dim_names:
         sizes, position = _locate_in_mesh(mesh)
     elif rank < topology.world_size:
         default = topology.coordinates(rank)
-        position = {"dp": default.dp_rank, "pp": default.pp_rank, "tp": default.tp_rank}
+        position = {axis: default.on(axis) for axis in DEFAULT_LAYOUT}
     else:
-        position = {}
-    for axis, coordinate in given.items():
+        position = dict.fromkeys(DEFAULT_LAYOUT, 0)
+    for axis in DEFAULT_LAYOUT:
+        coordinate = given.get(axis)
         if coordinate is not None:
             position[axis] = coordinate
-    coordinates = Coordinates(position.get("dp", 0), position.get("pp", 0), position.get("tp", 0))
-    return Topology(sizes["dp"], sizes["pp"], sizes["tp"]), coordinates
+    order: tuple[Axis, ...] = ("dp", "pp", "tp", "cp", "ep")
+    return (
+        Topology(*(sizes[axis] for axis in order)),  # type: ignore[arg-type]
+        Coordinates(*(position[axis] for axis in order)),
+    )
 
 
-def _locate_in_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
+def axis_of(name: str) -> Axis | None:
+    """Return the axis of a mesh dimension by its name; None if the name is not known."""
+    name = name.lower()
+    for suffix in ("_parallel", "_mesh", "_rank"):
+        name = name.removesuffix(suffix)
+    return AXES.get(name)
+
+
+def _locate_in_mesh(mesh: Any) -> tuple[dict[Axis, int], dict[Axis, int]]:
     """Return sizes and coordinates by axis; dimensions of one axis (replicate, shard) multiply."""
-    sizes = {"dp": 1, "pp": 1, "tp": 1}
-    position = {"dp": 0, "pp": 0, "tp": 0}
+    sizes: dict[Axis, int] = dict.fromkeys(DEFAULT_LAYOUT, 1)
+    position: dict[Axis, int] = dict.fromkeys(DEFAULT_LAYOUT, 0)
     for dimension, name in enumerate(mesh.mesh_dim_names):
-        axis = AXES.get(name)
+        axis = axis_of(name)
         if axis is None:
             continue
         size = int(mesh.size(dimension))

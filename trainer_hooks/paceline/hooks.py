@@ -34,8 +34,10 @@ from paceline.environment import (
 from paceline.loaders import count_steps
 from paceline.loop import DataWait, Loop, StepBlock
 from paceline.recorder import Recorder
+from paceline.schedules import ScheduleRecognizer
 from paceline.sections import INERT
 from paceline.session import OPTIMIZER, Session, log_once
+from paceline.topology import TopologyRecognizer
 from paceline.writer.interface import Timed
 from paceline_wire.ending import Ending, ending_path, write_ending
 from paceline_wire.ring import (
@@ -100,8 +102,9 @@ def init(
     call adds its arguments.
 
     Args:
-        mesh: a `DeviceMesh` whose dimensions are named pp, dp, tp (or as in `environment.AXES`),
-            in this order: the server assumes that ranks are laid out so.
+        mesh: a `DeviceMesh` whose dimensions are named pp, dp, tp, cp, ep (or as in
+            `environment.AXES`), in any order. Without it, and without the arguments below, the
+            topology is recognized from the meshes and groups that the script creates.
         dp_rank: data-parallel coordinate of this rank, where there is no mesh.
         pp_rank: pipeline stage of this rank, where there is no mesh.
         tp_rank: tensor-parallel coordinate of this rank, where there is no mesh.
@@ -162,24 +165,37 @@ def _start(
         return
     rank = environment.rank
     sizes, coordinates = locate_rank(rank, topology or environment.topology, mesh, given)
-    if rank < sizes.world_size and coordinates != sizes.coordinates(rank):
-        log_once(
-            "layout",
-            "paceline.init: rank %d was given as %s, but the (pp, dp, tp) layout that Paceline "
-            "assumes puts it at %s; stages and peers will be named by that layout",
-            *(rank, coordinates, sizes.coordinates(rank)),
-        )
     identity = identify(environment, sizes, coordinates, metadata)
     ring = create(environment.ring_path, identity, environment.capacity)
     ending_path(ring.path).unlink(missing_ok=True)  # left by an earlier run
     _owner = get_ident()
     session = Session(Recorder(ring))
     session.given = frozenset(map(str, metadata))
+    session.has_place = (
+        mesh is not None
+        or topology is not None
+        or any(coordinate is not None for coordinate in given.values())
+        or environment.topology.dp != environment.world_size
+    )
+    _topology.begin(environment.rank, environment.world_size)
+    session.loop.at_start = partial(session.guard, _recognize, session, True)
     _set_session(session)
     session.recorder.watch_gc()
     if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
         multiprocessing.Finalize(None, _at_exit, exitpriority=0)
     session.guard(_wrap_torch, session, mesh)
+    session.guard(_recognize, session, False)
+
+
+def _find_session() -> Session | None:
+    return _session
+
+
+def _recognize(session: Session, at_first_step: bool) -> None:
+    """Recognize the parallelism of what the script has created, and of what it will create."""
+    if session.process_groups is not None:
+        _schedules.recognize()
+        _topology.recognize(all_are_known=at_first_step)
 
 
 def _wrap_torch(session: Session, mesh: Any | None) -> None:
@@ -213,6 +229,9 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
             group = mesh.get_group(dimension)
             session.process_groups.channels.name(group, dimension, AXES.get(dimension))
 
+
+_topology = TopologyRecognizer(_find_session)
+_schedules = ScheduleRecognizer(_find_session, _topology.add_stage)
 
 # Steps
 
@@ -427,6 +446,7 @@ def pipelining(
                 return sized
         return session.actions[op][microbatch, chunk, peer]
     except Exception:  # not created yet, or not valid
+        session.annotates = True
         return session.add_action(session.actions, op, microbatch, chunk, peer)
 
 

@@ -51,6 +51,7 @@ class Loop:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.at_boundary: Callable[[], None] | None = None  # set if there may be a device
+        self.at_start: Callable[[], None] | None = None  # before the first step
         self.has_optimizer: Callable[[], bool] = bool  # whether the script has a torch optimizer
         self.watcher: LoopWatcher | None = None
         self.is_open = False  # a step has begun
@@ -246,6 +247,8 @@ class Loop:
 
     def _begin_step(self, step: int) -> None:
         recorder = self._recorder
+        if not self._started and self.at_start is not None:
+            self.at_start()
         if self.at_boundary is not None:
             self.at_boundary()
         recorder.begin_step(step)

@@ -65,6 +65,7 @@ class Session:
         # By op, then by (microbatch, chunk, peer): hashing an Op is slow.
         self.actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]
         self.sized_actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]  # with lengths
+        self.recognized_actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]
         recorder.sections[OPTIMIZER] = Section(recorder, Op.OPTIMIZER)
         self.checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
         self.evaluate = StatusSection(recorder, Op.EVALUATE, Status.EVALUATING)
@@ -77,6 +78,8 @@ class Session:
         self.is_automatic = False  # started by `PACELINE=1`, and not yet by the script
         self.command: Control | None = None
         self.answered = 0  # id of the last command with a final answer
+        self.has_place = False  # the script gave this rank's coordinates
+        self.annotates = False  # the script calls `paceline.pipelining` itself
         self.given: frozenset[str] = frozenset()  # keys of the metadata that the script passed
         self._described: dict[str, str] = {}
         self._place: tuple[Topology | None, Coordinates | None] = (None, None)
@@ -295,7 +298,7 @@ class Session:
             self.timer.resolve()
         elif (cuda := sys.modules.get("torch.cuda")) is not None and cuda.is_initialized():
             self.timer = self.recorder.timer = DeviceTimer(cuda, self.recorder)
-            for actions in (*self.actions, *self.sized_actions):
+            for actions in (*self.actions, *self.sized_actions, *self.recognized_actions):
                 actions.clear()
             self.recorder.sections.clear()
             self._phases.clear()

@@ -62,5 +62,5 @@ def grid_of(topology: Topology) -> RankGrid:
     ranks[stage, replica, shard] = np.arange(world_size)
     grid = RankGrid(stage, replica, shard, cp_rank, ranks)
     for array in (stage, replica, shard, cp_rank, ranks):
-        array.flags.writeable = False
+        array.setflags(write=False)
     return grid

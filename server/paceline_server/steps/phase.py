@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.steps.grid import RankGrid, grid_of
-from paceline_server.steps.pipeline import Pipeline, PipelineAction
+from paceline_server.steps.pipeline import Pipeline, PipelineAction, part_of
 from paceline_server.steps.timing import StepTiming
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
@@ -71,7 +71,7 @@ class PipelinePhaseReader:
         if stages is None:
             return None
         keys, starts, ends, replicas = _in_all_stages(stages)
-        pipeline = self._pipeline(keys) if replicas[0].size else None
+        pipeline = self._pipeline(keys, _is_v(keys, starts)) if replicas[0].size else None
         if pipeline is None:
             return None
         base = np.min([start[:, 0] for start in starts], axis=0)
@@ -129,16 +129,33 @@ class PipelinePhaseReader:
             found.append((key[rows[0]], start[rows], end[rows], replica))
         return found
 
-    def _pipeline(self, keys: list[Ints]) -> Pipeline | None:
+    def _pipeline(self, keys: list[Ints], is_v: bool) -> Pipeline | None:
         known, pipeline = self._layout
-        if len(known) == len(keys) and all(map(np.array_equal, known, keys)):
+        is_same = pipeline is None or pipeline.is_v == is_v
+        if is_same and len(known) == len(keys) and all(map(np.array_equal, known, keys)):
             return pipeline
         try:
-            pipeline = Pipeline([[_action(key) for key in stage.tolist()] for stage in keys])
+            actions = [[_action(key) for key in stage.tolist()] for stage in keys]
+            pipeline = Pipeline(actions, is_v=is_v)
         except ValueError:  # spans were lost
             pipeline = None
         self._layout = keys, pipeline
         return pipeline
+
+
+def _is_v(keys: list[Ints], starts: list[Ints]) -> bool:
+    """Return whether the second chunks of the stages go back, as in zero-bubble V schedules.
+
+    Each microbatch then reaches the second chunk of the last stage before that of the first.
+    """
+    second = [np.flatnonzero(key >> 40 == int(Op.FORWARD) << 16 | 1) for key in (keys[0], keys[-1])]
+    if not second[0].size or second[0].size != second[1].size:
+        return False
+    first, last = (
+        np.median(start[:, rows], axis=1)
+        for rows, start in zip(second, (starts[0], starts[-1]), strict=True)
+    )
+    return bool(np.median(last - first) < 0)
 
 
 def _keys(timing: StepTiming, chosen: npt.NDArray[np.bool_]) -> Ints:
@@ -214,13 +231,12 @@ def _arrived(
     if not rows.size:
         return moments
     stage = grid.stage[sent.source[rows]]
-    part = np.maximum(sent.chunk[rows], 0) * grid.stages + stage
+    chunk = np.maximum(sent.chunk[rows], 0)
+    part = part_of(chunk, stage, pipeline.stages, is_v=pipeline.is_v)
     part += np.where(forward[rows], 1, -1)
     op = np.where(forward[rows], int(Op.FORWARD), int(Op.BACKWARD))
     wanted = _part_key(op, part, sent.microbatch[rows])
-    having = _part_key(
-        pipeline.op, pipeline.chunk * grid.stages + pipeline.stage, pipeline.microbatch
-    )
+    having = _part_key(pipeline.op, pipeline.part, pipeline.microbatch)
     order = np.argsort(having)
     place = order[np.minimum(np.searchsorted(having[order], wanted), having.size - 1)]
     good = having[place] == wanted

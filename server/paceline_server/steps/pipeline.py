@@ -22,11 +22,22 @@ Floats = npt.NDArray[np.float64]
 class PipelineAction(NamedTuple):
     """An action of a stage. `op`: FORWARD, BACKWARD or BACKWARD_WEIGHT.
 
-    Chunk c of stage s is part c * stages + s of the model."""
+    `part_of` says which part of the model its chunk is.
+    """
 
     op: int
     microbatch: int
     chunk: int = 0
+
+
+def part_of(chunk: Ints, stage: Ints, stages: int, *, is_v: bool) -> Ints:
+    """Return the number of a stage's chunk among the parts of the model.
+
+    Chunks go round: chunk c of stage s is part c * stages + s. In a V every second chunk goes back:
+    the last stage has two parts in a row, and so has the first.
+    """
+    part: Ints = chunk * stages + np.where(is_v & (chunk % 2 == 1), stages - 1 - stage, stage)
+    return part
 
 
 Order = tuple[tuple[PipelineAction, ...], ...]  # by stage
@@ -39,13 +50,16 @@ class Pipeline:
     in a cycle.
     """
 
-    def __init__(self, order: Sequence[Sequence[PipelineAction]]) -> None:
+    def __init__(self, order: Sequence[Sequence[PipelineAction]], *, is_v: bool = False) -> None:
+        """`is_v`: every second chunk goes back from the last stage to the first."""
         actions = [(stage, *action) for stage, taken in enumerate(order) for action in taken]
         number = {action: at for at, action in enumerate(actions)}
         self.stages = len(order)
         self.nodes = len(actions)
         table = np.array(actions, dtype=np.int64).reshape(-1, 4)
         self.stage, self.op, self.microbatch, self.chunk = table.T.copy()
+        self.is_v = is_v
+        self.part = part_of(self.chunk, self.stage, self.stages, is_v=is_v)
         # Number `nodes` means "no action": it has ended when the phase begins.
         self.previous = np.arange(self.nodes) - 1
         self.first = np.searchsorted(self.stage, np.arange(self.stages))
@@ -64,10 +78,10 @@ class Pipeline:
     ) -> list[tuple[int, int, int, int] | None]:
         """Return for each action the action whose result it needs; None: none."""
         present = set(actions)
-        last_part = max(chunk * self.stages + stage for stage, _, _, chunk in actions)
+        parts: list[int] = self.part.tolist()
+        last_part = max(parts)
         found = []
-        for stage, op, microbatch, chunk in actions:
-            part = chunk * self.stages + stage
+        for part, (stage, op, microbatch, _) in zip(parts, actions, strict=True):
             source: tuple[int, int, int, int] | None = None
             if op == Op.FORWARD and part > 0:
                 source = (*self._place(part - 1, op, microbatch),)
@@ -79,7 +93,10 @@ class Pipeline:
         return found
 
     def _place(self, part: int, op: int, microbatch: int) -> tuple[int, int, int, int]:
-        return part % self.stages, op, microbatch, part // self.stages
+        chunk, stage = divmod(part, self.stages)
+        if self.is_v and chunk % 2:
+            stage = self.stages - 1 - stage
+        return stage, op, microbatch, chunk
 
     def _found_levels(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return levels of (actions, previous action, needed action) without mutual dependencies.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 # (p - 1) / (m + p - 1): one microbatch in flight per stage on the way in and on the way out.
 # Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, 2.2.
-_FLUSHING = frozenset({"gpipe", "1f1b", "interleaved", "interleaved_1f1b"})
+_FLUSHING = frozenset({"gpipe", "1f1b", "interleaved", "interleaved_1f1b", "looped_bfs"})
 
 
 def bubble_theory(metadata: Mapping[str, str], stages: int) -> float | None:

@@ -64,6 +64,11 @@ class Channels:
         if _is_channel_of(channel, process_group):
             self._define(channel.group, process_group)
 
+    def has_name(self, process_group: Any) -> bool:
+        """Return whether the group was given a name, by the script or by its mesh."""
+        description = str(getattr(process_group, "group_desc", "") or "")
+        return id(process_group) in self._names or description.startswith("mesh_")
+
     def peer(self, rank: int, receives: bool) -> Channel:
         """Return the channel of transfers from (`receives`) or to a global rank."""
         channel = self._peers.get((rank, receives))

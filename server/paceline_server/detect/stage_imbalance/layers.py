@@ -77,7 +77,7 @@ def _move(
     pipeline: Pipeline, typical: Floats, layers: Ints, now: float
 ) -> tuple[float, tuple[tuple[int, int], ...]]:
     """Move one layer at a time, greedily; return the seconds of the phase, and the moves."""
-    part = pipeline.chunk * pipeline.stages + pipeline.stage
+    part = pipeline.part
     per_layer = _seconds_per_layer(pipeline, typical, part, layers)
     layers, seconds = layers.copy(), typical.copy()
     moves: list[tuple[int, int]] = []
