@@ -8,11 +8,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
+import msgspec
 
 from paceline_cli.client import Client
 from paceline_cli.extras import load
 from paceline_cli.render import show_json, topology
 from paceline_cli.trace import fetch_trace
+from paceline_wire.topology import Topology
 
 
 def show(
@@ -33,13 +35,18 @@ def show(
 
 
 def _worker(axes: dict[str, Any], rank: int) -> str:
-    """Return the name of a worker.
-
-    Rank order is tensor parallel (innermost), data parallel, pipeline.
-    """
-    rest, width = rank // axes["tp"], axes["tp"]
-    ranks = f"rank {rank}" if width == 1 else f"ranks {rank}-{rank + width - 1}"
-    return f"{ranks} (dp {rest % axes['dp']}, stage {rest // axes['dp']})"
+    """Return the ranks that share the microbatches of `rank` on its stage, and their place."""
+    job = msgspec.convert(axes, Topology)
+    own = job.coordinates(rank)
+    ranks = sorted(
+        job.rank(own.dp_rank, own.pp_rank, tp_rank, cp_rank, own.ep_rank)
+        for tp_rank in range(job.tp)
+        for cp_rank in range(job.cp)
+    )
+    is_row = ranks[-1] - ranks[0] == len(ranks) - 1
+    several = f"{ranks[0]}-{ranks[-1]}" if is_row else ", ".join(map(str, ranks))
+    name = f"rank {rank}" if len(ranks) == 1 else f"ranks {several}"
+    return f"{name} (dp {own.dp_rank * job.ep + own.ep_rank}, stage {own.pp_rank})"
 
 
 def _write_timeline(client: Client, job: str, steps: int, timeline: Path) -> None:

@@ -156,7 +156,8 @@ def likelihood(ratio: float) -> str:
 
 
 def topology(axes: dict[str, int]) -> str:
-    return f"dp{axes['dp']} x pp{axes['pp']} x tp{axes['tp']}"
+    further = "".join(f" x {axis}{axes[axis]}" for axis in ("cp", "ep") if axes.get(axis, 1) > 1)
+    return f"dp{axes['dp']} x pp{axes['pp']} x tp{axes['tp']}{further}"
 
 
 def sizes(axes: dict[str, int]) -> str:

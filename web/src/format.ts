@@ -122,8 +122,10 @@ export function milliseconds(time: string | number): number {
   return typeof time === "number" ? time : Date.parse(time);
 }
 
-export function topology(value: { dp: number; pp: number; tp: number }): string {
-  return `dp${value.dp} × pp${value.pp} × tp${value.tp}`;
+export function topology(value: { dp: number; pp: number; tp: number; cp?: number; ep?: number }): string {
+  const further = [["cp", value.cp ?? 1], ["ep", value.ep ?? 1]] as const;
+  const used = further.filter(([, size]) => size > 1).map(([axis, size]) => ` × ${axis}${size}`);
+  return `dp${value.dp} × pp${value.pp} × tp${value.tp}${used.join("")}`;
 }
 
 /** [0, 1, 2, 5] -> "0–2, 5". */

@@ -1,9 +1,9 @@
 import { describe, expect, it } from "vitest";
 
-import type { GridCell, Rank, Topology } from "./api";
+import type { GridCell, Rank } from "./api";
 import * as heatmap from "./heatmap";
 
-const TOPOLOGIES: Topology[] = [
+const TOPOLOGIES: heatmap.Axes[] = [
   { dp: 2, pp: 2, tp: 2 },
   { dp: 1, pp: 1, tp: 1 },
   { dp: 80, pp: 16, tp: 8 },
@@ -11,7 +11,7 @@ const TOPOLOGIES: Topology[] = [
   { dp: 3, pp: 4, tp: 1 },
 ];
 
-function places({ dp, pp, tp }: Topology): heatmap.Place[] {
+function places({ dp, pp, tp }: heatmap.Axes): heatmap.Place[] {
   const all: heatmap.Place[] = [];
   for (let dp_rank = 0; dp_rank < dp; dp_rank++)
     for (let pp_rank = 0; pp_rank < pp; pp_rank++)

@@ -1,6 +1,9 @@
 // The position of a rank's cell on the heatmap, the rank at a point, and its color. Pure.
 import type { Grid, GridCell, Rank, Topology } from "./api";
 
+/** The three axes of the heatmap: replicas, stages and shards. */
+export type Axes = Pick<Topology, "dp" | "pp" | "tp">;
+
 /**
  * One axis of the map is the model (stages side by side, each `tp` cells wide, with a gap between
  * them), the other the data-parallel replicas. The model is the horizontal axis, unless there are
@@ -8,7 +11,7 @@ import type { Grid, GridCell, Rank, Topology } from "./api";
  * swapped.
  */
 export interface Geometry {
-  topology: Topology;
+  topology: Axes;
   turned: boolean;
   cellWidth: number;
   cellHeight: number;
@@ -35,7 +38,7 @@ const CELL_MINIMUM = 3;
 const CELL_WIDTH_MAXIMUM = 120;
 const CELL_HEIGHT_MAXIMUM = 44;
 
-export function geometry(topology: Topology, width: number, height: number): Geometry {
+export function geometry(topology: Axes, width: number, height: number): Geometry {
   const model = topology.pp * topology.tp;
   const turned = topology.dp > 3 * model;
   const across = turned ? topology.dp : model;

@@ -881,6 +881,8 @@ export interface components {
         /**
          * Grid
          * @description Slowdown per rank over the last `steps` steps of the current generation.
+         *
+         *     The grid has three axes: its `dp` is dp x ep of the job, its `tp` is cp x tp.
          * @example {
          *       "cells": [
          *         {
@@ -917,7 +919,7 @@ export interface components {
             job_id: string;
             /** Last Step */
             last_step: number | null;
-            topology: components["schemas"]["TopologyModel"];
+            topology: components["schemas"]["JobTopology"];
         };
         /** GridCell */
         GridCell: {
@@ -1381,7 +1383,7 @@ export interface components {
                  */
                 straggler_slowdown: number;
             };
-            requested_topology: components["schemas"]["TopologyModel"];
+            requested_topology: components["schemas"]["JobTopology"];
             /** Restarts */
             restarts: number;
             /** Started At */
@@ -1395,7 +1397,7 @@ export interface components {
             step: number | null;
             /** Step Seconds */
             step_seconds: number | null;
-            topology: components["schemas"]["TopologyModel"];
+            topology: components["schemas"]["JobTopology"];
             /** Unrecorded Communication */
             unrecorded_communication: string | null;
             verdict: components["schemas"]["Verdict"];
@@ -1664,6 +1666,56 @@ export interface components {
             /** Next Cursor */
             next_cursor?: string | null;
         };
+        /**
+         * JobTopology
+         * @description The sizes of the parallel axes, and how ranks are numbered over them.
+         *
+         *     `layout`: the axes, the outermost first. `numbers`: for ranks that no order of axes describes,
+         *     by rank, the number that its coordinates would have in `layout`; otherwise empty.
+         */
+        JobTopology: {
+            /**
+             * Cp
+             * @default 1
+             */
+            cp: number;
+            /**
+             * Dp
+             * @example 2
+             */
+            dp: number;
+            /**
+             * Ep
+             * @default 1
+             */
+            ep: number;
+            /**
+             * Layout
+             * @default [
+             *       "pp",
+             *       "dp",
+             *       "ep",
+             *       "cp",
+             *       "tp"
+             *     ]
+             */
+            layout: ("dp" | "pp" | "tp" | "cp" | "ep")[];
+            /**
+             * Numbers
+             * @default []
+             */
+            numbers: number[];
+            /**
+             * Pp
+             * @example 2
+             */
+            pp: number;
+            /**
+             * Tp
+             * @example 2
+             */
+            tp: number;
+        };
         /** LedgerModel */
         LedgerModel: {
             /** Bubble Seconds */
@@ -1919,8 +1971,18 @@ export interface components {
              * @enum {string}
              */
             condition: "starting" | "running" | "blocked" | "hung" | "dead" | "finished" | "stopped" | "unknown";
+            /**
+             * Cp Rank
+             * @default 0
+             */
+            cp_rank: number;
             /** Dp Rank */
             dp_rank: number;
+            /**
+             * Ep Rank
+             * @default 0
+             */
+            ep_rank: number;
             /** Exit Code */
             exit_code: number | null;
             /** Gpu */
@@ -2210,10 +2272,20 @@ export interface components {
         /** TopologyModel */
         TopologyModel: {
             /**
+             * Cp
+             * @default 1
+             */
+            cp: number;
+            /**
              * Dp
              * @example 2
              */
             dp: number;
+            /**
+             * Ep
+             * @default 1
+             */
+            ep: number;
             /**
              * Pp
              * @example 2
@@ -2397,7 +2469,7 @@ export interface components {
             slowest_workers: number[];
             /** Step Seconds */
             step_seconds?: number | null;
-            topology: components["schemas"]["TopologyModel"];
+            topology: components["schemas"]["JobTopology"];
             verdict: components["schemas"]["WhatIfVerdict"];
         };
         /**

@@ -75,6 +75,12 @@ class Topology(msgspec.Struct, frozen=True):
         """The number of ranks."""
         return self.dp * self.pp * self.tp * self.cp * self.ep
 
+    def text(self) -> str:
+        """Return the sizes as people read them: dp2 x pp2 x tp1, and cp and ep if they are used."""
+        axes: tuple[Axis, ...] = ("dp", "pp", "tp", "cp", "ep")
+        used = [axis for axis in axes if axis in ("dp", "pp", "tp") or self.size(axis) > 1]
+        return " x ".join(f"{axis}{self.size(axis)}" for axis in used)
+
     @property
     def replicas(self) -> int:
         """The number of ranks that hold the same dense layers and process different data."""

@@ -17,6 +17,7 @@ from paceline_server.api.verdict import verdict
 from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
 from paceline_server.policy import mode_in_effect
+from paceline_server.steps.grid import RankGrid, grid_of
 from paceline_server.steps.types import Ledger, StepMeans, StepSummary
 from paceline_server.store import models, queries, rank_evidence
 from paceline_server.store.shares import medians, newest_shares, without_ranks
@@ -32,8 +33,8 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def topology(value: Topology) -> schemas.TopologyModel:
-    return schemas.TopologyModel(dp=value.dp, pp=value.pp, tp=value.tp)
+def topology(value: Topology) -> schemas.JobTopology:
+    return schemas.JobTopology.model_validate(msgspec.to_builtins(value))
 
 
 def ledger(value: Ledger) -> schemas.LedgerModel:
@@ -78,6 +79,8 @@ def rank(row: models.RankRow, topology: Topology, known: RankCondition) -> schem
         dp_rank=coordinates.dp_rank,
         pp_rank=coordinates.pp_rank,
         tp_rank=coordinates.tp_rank,
+        cp_rank=coordinates.cp_rank,
+        ep_rank=coordinates.ep_rank,
         node=row.agent_id,
         local_rank=row.local_rank,
         gpu=row.gpu,
@@ -165,6 +168,7 @@ def grid(session: Session, row: models.JobRow, window_steps: int, as_of: AsOf) -
     """
     known = condition(session, row, as_of)
     world_size = row.topology.world_size
+    places = grid_of(row.topology)
     shares = newest_shares(session, row.id, row.generation, world_size, window_steps)
     placed = {each.rank: each for each in queries.ranks(session, row.id)}
     self_seconds, slowdown = medians(shares.self_seconds), medians(shares.slowdown)
@@ -173,13 +177,15 @@ def grid(session: Session, row: models.JobRow, window_steps: int, as_of: AsOf) -
     return schemas.Grid(
         job_id=row.id,
         generation=row.generation,
-        topology=topology(row.topology),
+        topology=schemas.JobTopology(
+            dp=places.replicas, pp=places.stages, tp=places.shards, cp=1, ep=1
+        ),
         first_step=shares.steps[0] if shares.steps else None,
         last_step=shares.steps[-1] if shares.steps else None,
         cells=[
             _cell(
                 number,
-                row.topology,
+                places,
                 placed.get(number),
                 "unknown" if number not in placed else known.of_rank(placed[number]),
                 self_seconds[number],
@@ -192,18 +198,17 @@ def grid(session: Session, row: models.JobRow, window_steps: int, as_of: AsOf) -
 
 def _cell(
     number: int,
-    topology: Topology,
+    places: RankGrid,
     placed: models.RankRow | None,
     known: RankCondition,
     self_seconds: float | None,
     slowdown: float | None,
 ) -> schemas.GridCell:
-    coordinates = topology.coordinates(number)
     return schemas.GridCell(
         rank=number,
-        dp_rank=coordinates.dp_rank,
-        pp_rank=coordinates.pp_rank,
-        tp_rank=coordinates.tp_rank,
+        dp_rank=int(places.replica[number]),
+        pp_rank=int(places.stage[number]),
+        tp_rank=int(places.shard[number]),
         node=placed.agent_id if placed else None,
         state=placed.state if placed else "assigned",
         condition=known,

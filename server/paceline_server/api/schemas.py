@@ -30,6 +30,19 @@ class TopologyModel(Resource):
     dp: int = Field(ge=1, le=65536, examples=[2])
     pp: int = Field(ge=1, le=1024, examples=[2])
     tp: int = Field(ge=1, le=1024, examples=[2])
+    cp: int = Field(1, ge=1, le=1024)
+    ep: int = Field(1, ge=1, le=1024)
+
+
+class JobTopology(TopologyModel):
+    """The sizes of the parallel axes, and how ranks are numbered over them.
+
+    `layout`: the axes, the outermost first. `numbers`: for ranks that no order of axes describes,
+    by rank, the number that its coordinates would have in `layout`; otherwise empty.
+    """
+
+    layout: list[Literal["dp", "pp", "tp", "cp", "ep"]] = ["pp", "dp", "ep", "cp", "tp"]
+    numbers: list[int] = []
 
 
 class JobCreate(Resource):
@@ -81,8 +94,8 @@ class Job(Resource):
     state: Literal["pending", "starting", "running", "recovering", "finished", "failed", "stopped"]
     generation: int
     restarts: int
-    topology: TopologyModel
-    requested_topology: TopologyModel
+    topology: JobTopology
+    requested_topology: JobTopology
     mode: str  # in effect now; `policy` has the configured value
     # condition of its processes; `state` is what Paceline does with the job
     condition: JobCondition
@@ -109,6 +122,8 @@ class Rank(Resource):
     dp_rank: int
     pp_rank: int
     tp_rank: int
+    cp_rank: int = 0
+    ep_rank: int = 0
     node: str
     local_rank: int
     gpu: int | None
@@ -203,7 +218,7 @@ class WhatIf(Resource):
 
     job_id: str
     generation: int
-    topology: TopologyModel
+    topology: JobTopology
     first_step: int | None = None
     last_step: int | None = None
     step_seconds: float | None = None  # mean of the replayed steps
@@ -225,9 +240,9 @@ class WhatIf(Resource):
 
 class GridCell(Resource):
     rank: int
-    dp_rank: int
+    dp_rank: int  # includes the expert rank
     pp_rank: int
-    tp_rank: int
+    tp_rank: int  # includes the context rank
     node: str | None
     state: str
     condition: RankCondition
@@ -236,11 +251,14 @@ class GridCell(Resource):
 
 
 class Grid(Resource):
-    """Slowdown per rank over the last `steps` steps of the current generation."""
+    """Slowdown per rank over the last `steps` steps of the current generation.
+
+    The grid has three axes: its `dp` is dp x ep of the job, its `tp` is cp x tp.
+    """
 
     job_id: str
     generation: int
-    topology: TopologyModel
+    topology: JobTopology
     first_step: int | None
     last_step: int | None
     cells: list[GridCell]

@@ -54,7 +54,7 @@ def _new_job(
     for name, text in _texts(body):
         if "\0" in text:
             raise ProblemError(422, f"{name}: expected text without NUL characters.")
-    topology = Topology(body.topology.dp, body.topology.pp, body.topology.tp)
+    topology = Topology(**body.topology.model_dump())
     if topology.world_size > RANKS_AT_MOST:
         raise ProblemError(
             422, f"topology: expected at most {RANKS_AT_MOST} ranks, got {topology.world_size}."

@@ -57,10 +57,7 @@ def begin_start(draft: Draft, layout: RankLayout) -> None:
     """Start the first generation of a pending job."""
     nodes = join_names({rank.agent_id for rank in layout.ranks})
     topology = layout.topology
-    reason = (
-        f"Start {draft.view.spec.name} at dp{topology.dp} x pp{topology.pp} x tp{topology.tp} "
-        f"on {nodes}."
-    )
+    reason = f"Start {draft.view.spec.name} at {topology.text()} on {nodes}."
     action = draft.put_action(
         ActionView(
             action_id=draft.new_id("act"),

@@ -35,10 +35,7 @@ def start_generation(
     commands = issue_to_ranks(draft, action, StartRanks, layout, agents)
     draft.audit("policy", f"started generation {draft.generation}", action.action_id, action.reason)
     topology = layout.topology
-    detail = (
-        f"Generation {draft.generation} at dp{topology.dp} x pp{topology.pp} x tp{topology.tp} "
-        f"on {join_names(commands)}."
-    )
+    detail = f"Generation {draft.generation} at {topology.text()} on {join_names(commands)}."
     progress = replace(progress, start_commands=commands)
     seconds = draft.policy.start_timeout_seconds
     enter_phase(draft, action, progress, "start", detail, seconds=seconds)
