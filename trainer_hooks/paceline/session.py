@@ -196,8 +196,11 @@ class Session:
         return self.recorder.sections[OPTIMIZER].start > 0
 
     def marks_compute(self) -> bool:
-        """Return whether the script times its forwards and backwards itself."""
-        return any(self.actions[op] or self.sized_actions[op] for op in COMPUTE_OPS)
+        """Return whether the script, or a recognized schedule, times forwards and backwards."""
+        return any(
+            self.actions[op] or self.sized_actions[op] or self.recognized_actions[op]
+            for op in COMPUTE_OPS
+        )
 
     # Recognition
 
