@@ -29,8 +29,8 @@ from tests.trainer.test_bubbles import steps as steps_of_trainer
 pytestmark = pytest.mark.campaign
 
 SCRIPT = Path(__file__).parents[1] / "trainer_hooks" / "pipelining_ranks.py"
-TOLERANCE = 0.01  # of the phase
-SAME = [  # of torch, of the trainer, stages, microbatches, chunks per stage
+TOLERANCE = 0.01
+SAME = [  # class in torch, name in the trainer, stages, microbatches, chunks per stage
     ("ScheduleGPipe", "gpipe", 2, 4, 1),
     ("ScheduleGPipe", "gpipe", 4, 8, 1),
     ("Schedule1F1B", "1f1b", 2, 4, 1),
@@ -38,7 +38,7 @@ SAME = [  # of torch, of the trainer, stages, microbatches, chunks per stage
     ("ScheduleInterleaved1F1B", "interleaved", 2, 4, 2),
     ("ScheduleInterleaved1F1B", "interleaved", 4, 4, 2),
 ]
-OTHERS = [  # of torch, stages, microbatches, chunks per stage
+OTHERS = [  # class in torch, stages, microbatches, chunks per stage
     ("ScheduleLoopedBFS", 2, 4, 2),
     ("ScheduleInterleavedZeroBubble", 2, 4, 2),
     ("ScheduleInterleavedZeroBubble", 4, 8, 2),

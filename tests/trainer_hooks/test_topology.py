@@ -152,7 +152,7 @@ def test_a_default_group_of_ddp_does_not_hide_the_mesh() -> None:
     "facts",
     [
         [],
-        [Fact("tp", (0, 1, 2), MESH)],  # of 4 ranks
+        [Fact("tp", (0, 1, 2), MESH)],
         [Fact("pp", (0, 1, 3), PIPELINE), Fact("tp", (0, 2), MESH)],
     ],
 )

@@ -94,8 +94,12 @@ class ScheduleRecognizer:
                 action = self._action(stage, op, args, kwargs)
                 if action is None:
                     return original(stage, *args, **kwargs)
+                before = self._backwards()
                 with action:
-                    return original(stage, *args, **kwargs)
+                    result = original(stage, *args, **kwargs)
+                if op == Op.BACKWARD and self._backwards() == before:
+                    self._count_backward()  # of inputs only, which is no backward pass of torch
+                return result
 
             return run
 
@@ -119,6 +123,15 @@ class ScheduleRecognizer:
             session.recorder.failures += 1
             log_once("stage", "paceline: a pipeline action is not recorded: %s", error)
             return None
+
+    def _backwards(self) -> int:
+        session = self._find_session()
+        return 0 if session is None else session.loop.backwards
+
+    def _count_backward(self) -> None:
+        session = self._find_session()
+        if session is not None:
+            session.loop.backwards += 1
 
     def _usable(self) -> Session | None:
         """Return the session if this thread trains and the script does not annotate itself."""
