@@ -98,7 +98,7 @@ class ScheduleRecognizer:
                 with action:
                     result = original(stage, *args, **kwargs)
                 if op == Op.BACKWARD and self._backwards() == before:
-                    self._count_backward()  # of inputs only, which is no backward pass of torch
+                    self._count_backward()  # torch.autograd.grad: no backward pass was seen
                 return result
 
             return run
