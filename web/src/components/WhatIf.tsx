@@ -118,7 +118,7 @@ function AllSlowdowns({ replay }: { replay: Replay }) {
         S = {replay.slowdown?.toFixed(3)}: the step as it was against one in which each operation takes the mean of
         its kind (the median, if it communicates). Below, with only this part as it was. The slowest workers
         explain {format.percent(replay.m_w, 0)} of the slowdown (M<sub>W</sub>)
-        {Object.keys(replay.slowdown_by_stage ?? {}).length > 1 && (
+        {Object.keys(replay.slowdown_by_stage).length > 1 && (
           <>
             , the last stage {format.percent(replay.m_s, 0)} (M<sub>S</sub>)
           </>
