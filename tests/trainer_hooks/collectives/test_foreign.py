@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_wire.spans import COMMUNICATION_OPS, Flag, Op, Span
+from paceline_wire.spans import COMMUNICATION_OPS, TRANSFER_OPS, Flag, Op, Span
 
 _SOURCE = (Path(__file__).parents[1] / "foreign_ranks.py").read_text()
 SCENARIOS = next(
@@ -56,7 +56,7 @@ def test_every_call_is_recorded_once_and_with_the_same_number_on_both_ranks(
 ) -> None:
     found = [calls(during(spans, scenario)) for spans in foreign_spans]
     assert all(len(set(each)) == len(each) for each in found)
-    collectives = [[call for call in each if call[0] not in (Op.SEND, Op.RECV)] for each in found]
+    collectives = [[call for call in each if call[0] not in TRANSFER_OPS] for each in found]
     assert sorted(collectives[0]) == sorted(collectives[1])
 
 

@@ -29,7 +29,7 @@ _FASTER = "python -m paceline.collectives in the ranks' environment: a lower cos
 def of_ranks(settings: AgentSettings) -> Iterator[CheckRow]:
     """Check the running ranks; those of a job with the same result share a row."""
     ranks: dict[tuple[str, str, str, str], list[int]] = {}
-    for path in sorted((settings.directory / RINGS).glob(f"*{SUFFIX}")):
+    for path in _rings(settings.directory / RINGS):
         found = _metadata(path, settings.procfs_root)
         if found is not None:
             job, rank, metadata = found
@@ -40,6 +40,14 @@ def of_ranks(settings: AgentSettings) -> Iterator[CheckRow]:
     for (job, torch, recorder, reason), numbers in ranks.items():
         which = f"{job}, rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
         yield _row(which, torch, recorder, reason)
+
+
+def _rings(directory: Path) -> list[Path]:
+    """Return the paths of the rings; a directory that cannot be read has a row of its own."""
+    try:
+        return sorted(path for path in directory.iterdir() if path.name.endswith(SUFFIX))
+    except OSError:
+        return []
 
 
 def _row(which: str, torch: str, recorder: str, reason: str) -> CheckRow:
