@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline.torch_events import TorchEvents
 from paceline_wire.ring import RingReader, StateView
 from paceline_wire.spans import Op, Span, unpack
+
+
+@pytest.fixture(autouse=True)
+def _without_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These loops have no optimizer; earlier tests of this process may have created some."""
+    monkeypatch.setattr(TorchEvents, "has_optimizer", lambda _: False)
 
 
 def spans(reader: RingReader) -> list[Span]:
