@@ -48,6 +48,10 @@ class TorchEvents:
         self._seen_modules: set[str] = set()
         self._stepped = 0  # optimizer steps, of any thread
         self._watches_optimizers = False
+        # Torch marks the `step` of each class of which an optimizer was created.
+        steps = (vars(each).get("step") for each in subclasses(torch.optim.Optimizer))
+        self._has_optimizer = any(getattr(step, "hooked", False) for step in steps)
+        _replace(torch.optim.Optimizer, "_patch_step_function", self._create_optimizer)
         _replace(torch.amp.GradScaler, "step", self._scaler_step)
         _replace(torch.autograd, "backward", self._backward)
         _replace(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._fetch)
@@ -71,8 +75,7 @@ class TorchEvents:
 
     def has_optimizer(self) -> bool:
         """Return whether an optimizer of torch was ever created in this process."""
-        optimizers = _subclasses(self._torch.optim.Optimizer)
-        return any(getattr(vars(each).get("step"), "hooked", False) for each in optimizers)
+        return self._has_optimizer
 
     def watch_modules(self) -> None:
         """Replace the functions of modules that save checkpoints, once each is loaded."""
@@ -95,6 +98,14 @@ class TorchEvents:
             return None
 
     # Optimizers
+
+    def _create_optimizer(self, original: Function) -> Function:
+        @wraps(original)
+        def patch_step_function(optimizer: Any) -> None:
+            self._has_optimizer = True
+            original(optimizer)
+
+        return patch_step_function
 
     def _watch_optimizers(self) -> None:
         """Register the hooks; not in the constructor, which an optimizer hook may have called."""
@@ -257,8 +268,9 @@ def _disabled(function: Function) -> Function:
     return function
 
 
-def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
+def subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    """Yield all subclasses of a class, at any depth."""
     each: type[Any]
     for each in base.__subclasses__():
         yield each
-        yield from _subclasses(each)
+        yield from subclasses(each)

@@ -13,8 +13,9 @@ from functools import wraps
 from typing import Any
 
 from paceline.session import log_once
+from paceline.torch_events import subclasses
 
-_MARK = "_paceline_replaced"
+_MARK = "_paceline"  # on a replacement: the keys of all that was added to the original
 
 
 def loaded(module: str, name: str) -> Any | None:
@@ -22,13 +23,30 @@ def loaded(module: str, name: str) -> Any | None:
     return getattr(sys.modules.get(module), name, None)
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a function of a class or module by `make(function)`, once per process."""
+def replace(
+    owner: Any,
+    name: str,
+    make: Callable[[Any], Any],
+    by: Callable[..., Any] | None = None,
+) -> None:
+    """Replace a function of a class or module by `make(function)`, once per process.
+
+    A class without such a function, as other versions of a framework may have, stays as it is.
+
+    Args:
+        owner: the class or module.
+        name: of the function.
+        make: returns the replacement.
+        by: the function that the replacement adds, whose name says what was added; default `make`.
+    """
+    by = by or make
+    key = (by.__module__, by.__qualname__)
     original = vars(owner).get(name)
-    if original is None or hasattr(original, _MARK):
+    done = getattr(original, _MARK, ())
+    if original is None or key in done:
         return
     replacement = wraps(original)(make(original))
-    setattr(replacement, _MARK, True)
+    setattr(replacement, _MARK, (*done, key))
     setattr(owner, name, replacement)
 
 
@@ -46,19 +64,13 @@ def after(owner: Any, name: str, call: Callable[..., None]) -> None:
 
         return replacement
 
-    replace(owner, name, make)
+    replace(owner, name, make, by=call)
 
 
 def instances(*classes: Any) -> Iterator[Any]:
     """Yield the existing instances of these classes and their subclasses."""
-    kinds = [kind for each in classes if each is not None for kind in _with_subclasses(each)]
+    kinds = [kind for each in classes if each is not None for kind in (each, *subclasses(each))]
     if kinds:
         for found in gc.get_referrers(*kinds):
             if type(found) in kinds:
                 yield found
-
-
-def _with_subclasses(kind: Any) -> Iterator[Any]:
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _with_subclasses(subclass)

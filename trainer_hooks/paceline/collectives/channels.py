@@ -32,9 +32,8 @@ class Channels:
     def __init__(self, recorder: Recorder, c10d: Any) -> None:
         self._recorder = recorder
         self._c10d = c10d
-        # by id() of the process group, which may no longer exist
-        self.on_new_group: Callable[[Any], None] | None = None
-        self.by_group: dict[int, Channel] = {}
+        self.on_new_group: Callable[[Any], None] | None = None  # called with each
+        self.by_group: dict[int, Channel] = {}  # by id() of the process group, which may be gone
         self._names: dict[int, tuple[weakref.ref[Any], str, str | None]] = {}
         self._peers: dict[tuple[int, bool], Channel] = {}
         self._slots: dict[int, int] = {}  # by peer: index of its slot on the state page

@@ -18,16 +18,16 @@ from accelerate.accelerator import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.tracking import GeneralTracker
 
-from paceline.hooks import checkpoint, checkpoint_saved, report
+from paceline.hooks import checkpoint_saved, report
 from paceline.integrations.boundaries import (
     LeadingOptimizer,
     StepBoundaries,
     completed_steps,
     follow,
     never_raises,
+    save_or_load,
     surround,
 )
-from paceline.writer.interface import Timed
 
 
 class PacelineTracker(GeneralTracker):  # type: ignore[misc]
@@ -73,10 +73,6 @@ def _loaded(accelerator: Any, *_: Any) -> None:
         _boundaries.begin(step)
 
 
-def _checkpoint(*_: Any) -> Timed:
-    return checkpoint()
-
-
 def _saved(accelerator: Any, *_: Any) -> None:
     # Other ranks return before its files are complete.
     if _boundaries.are_marked and _boundaries.step is not None and accelerator.is_main_process:
@@ -100,10 +96,10 @@ def attach(_: object) -> None:
 surround(Accelerator, "_do_sync", _begin)  # `accumulate` calls it before each batch
 surround(Accelerator, "backward", _begin)
 follow(AcceleratedOptimizer, "step", _stepped)
-surround(Accelerator, "save_state", _checkpoint)
+surround(Accelerator, "save_state", save_or_load)
 follow(Accelerator, "save_state", _saved)
-surround(Accelerator, "save_model", _checkpoint)
-surround(Accelerator, "load_state", _checkpoint)
+surround(Accelerator, "save_model", save_or_load)
+surround(Accelerator, "load_state", save_or_load)
 follow(Accelerator, "load_state", _loaded)
 follow(Accelerator, "prepare_optimizer", _leading.reset)
 follow(Accelerator, "end_training", _ended)

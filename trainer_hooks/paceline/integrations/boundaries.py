@@ -12,9 +12,18 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from paceline.hooks import autostart, evaluate, mark_evaluations, pipelining, step_begin, step_end
+from paceline.hooks import (
+    autostart,
+    checkpoint,
+    evaluate,
+    mark_evaluations,
+    pipelining,
+    step_begin,
+    step_end,
+)
 from paceline.sections import INERT
 from paceline.session import log_once
+from paceline.wrapping import replace
 from paceline.writer.interface import Timed
 from paceline_wire.spans import Op
 
@@ -142,47 +151,47 @@ def never_raises(method: Callable[P, object]) -> Callable[P, None]:
     return guarded
 
 
-def surround(owner: type, name: str, timed: Callable[..., Timed | None]) -> None:
-    """Run a method of a framework's class inside `timed(*args)`, once however often it is asked.
+def surround(owner: Any, name: str, timed: Callable[..., Timed | None]) -> None:
+    """Run a function of a framework inside `timed(*args)`, however often this is called.
 
-    A class without such a method, as other versions of the framework may have, stays as it is.
+    Args:
+        owner: the class or module that has the function; other versions may lack it.
+        name: of the function.
+        timed: returns what times the call; None: nothing.
     """
 
-    def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _open(timed, args):
-            return original(*args, **kwargs)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with open_timed(timed, *args):
+                return original(*args, **kwargs)
 
-    _replace(owner, name, timed, run)
+        return run
+
+    replace(owner, name, make, by=timed)
 
 
-def follow(owner: type, name: str, call: Callable[..., object]) -> None:
-    """Call `call(*args)` after a method of a framework's class has returned, as `surround` does."""
+def follow(owner: Any, name: str, call: Callable[..., object]) -> None:
+    """Call `call(*args)` after a function of a framework has returned, as `surround` does."""
     guarded = never_raises(call)
 
-    def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = original(*args, **kwargs)
-        guarded(*args)
-        return result
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            guarded(*args)
+            return result
 
-    _replace(owner, name, call, run)
+        return run
 
-
-def _replace(owner: type, name: str, by: Callable[..., Any], run: Callable[..., Any]) -> None:
-    original = vars(owner).get(name)
-    key = (by.__module__, by.__qualname__)
-    done = getattr(original, "_paceline", ())
-    if original is None or key in done:
-        return
-
-    @wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return run(original, args, kwargs)
-
-    method._paceline = (*done, key)  # type: ignore[attr-defined]
-    setattr(owner, name, method)
+    replace(owner, name, make, by=call)
 
 
-def _open(timed: Callable[..., Timed | None], args: tuple[Any, ...]) -> Timed:
+def save_or_load(*_: object) -> Timed:
+    """Return what times a checkpoint; for `surround`."""
+    return checkpoint()
+
+
+def open_timed(timed: Callable[..., Timed | None], *args: Any) -> Timed:
+    """Return `timed(*args)`; what does nothing if there is nothing to time, or for an error."""
     try:
         return timed(*args) or INERT
     except Exception as error:

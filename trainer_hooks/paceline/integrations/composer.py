@@ -16,9 +16,14 @@ from composer.callbacks.checkpoint_saver import CheckpointSaver
 from composer.core.callback import Callback
 from composer.trainer.trainer import Trainer
 
-from paceline.hooks import checkpoint, checkpoint_saved, report
-from paceline.integrations.boundaries import StepBoundaries, follow, never_raises, surround
-from paceline.writer.interface import Timed
+from paceline.hooks import checkpoint_saved, report
+from paceline.integrations.boundaries import (
+    StepBoundaries,
+    follow,
+    never_raises,
+    save_or_load,
+    surround,
+)
 
 # Shared by all callbacks: a Trainer may have a default one and one of the script.
 _boundaries = StepBoundaries(with_evaluations=True)
@@ -68,10 +73,6 @@ class ComposerCallback(Callback):  # type: ignore[misc]
     predict_start, predict_end = eval_start, eval_end
 
 
-def _checkpoint(*_: Any) -> Timed:
-    return checkpoint()
-
-
 def _saved(_: Any, state: Any, *__: Any) -> None:
     checkpoint_saved(state.timestamp.batch.value)
 
@@ -86,5 +87,5 @@ def attach(_: object) -> None:
     follow(Trainer, "__init__", _add_callback)
 
 
-surround(CheckpointSaver, "_save_checkpoint", _checkpoint)
+surround(CheckpointSaver, "_save_checkpoint", save_or_load)
 follow(CheckpointSaver, "_save_checkpoint", _saved)

@@ -12,8 +12,8 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from paceline.hooks import checkpoint, checkpoint_saved, optimizer
-from paceline.integrations.boundaries import Between, StepBoundaries, follow, surround
+from paceline.hooks import checkpoint_saved, optimizer
+from paceline.integrations.boundaries import Between, StepBoundaries, follow, save_or_load, surround
 from paceline.writer.interface import Timed
 
 _boundaries = StepBoundaries()
@@ -52,10 +52,6 @@ def _optimizer(*_: Any) -> Timed:
     return optimizer()
 
 
-def _checkpoint(*_: Any) -> Timed:
-    return checkpoint()
-
-
 def _saved(engine: Any, *_: Any) -> None:
     if _boundaries.are_marked:
         checkpoint_saved(engine.global_steps)
@@ -69,6 +65,6 @@ surround(DeepSpeedEngine, "forward", _forward)
 surround(DeepSpeedEngine, "backward", _backward)
 surround(DeepSpeedEngine, "_take_model_step", _optimizer)
 follow(DeepSpeedEngine, "step", _stepped)
-surround(DeepSpeedEngine, "save_checkpoint", _checkpoint)
+surround(DeepSpeedEngine, "save_checkpoint", save_or_load)
 follow(DeepSpeedEngine, "save_checkpoint", _saved)
-surround(DeepSpeedEngine, "load_checkpoint", _checkpoint)
+surround(DeepSpeedEngine, "load_checkpoint", save_or_load)

@@ -15,15 +15,15 @@ import sys
 import weakref
 from typing import Any
 
-from paceline.hooks import checkpoint, checkpoint_saved
+from paceline.hooks import checkpoint_saved
 from paceline.integrations.boundaries import (
     LeadingOptimizer,
     StepBoundaries,
     completed_steps,
     follow,
+    save_or_load,
     surround,
 )
-from paceline.writer.interface import Timed
 
 PACKAGES = ("lightning.fabric", "lightning_fabric")  # with the same content
 _boundaries = StepBoundaries()
@@ -54,9 +54,9 @@ def _watch(package: Any) -> None:
     surround(wrappers._FabricModule, "forward", _forward)
     follow(wrappers._FabricOptimizer, "step", _stepped)
     surround(package.Fabric, "backward", _begin)
-    surround(package.Fabric, "save", _checkpoint)
+    surround(package.Fabric, "save", save_or_load)
     follow(package.Fabric, "save", _saved)
-    surround(package.Fabric, "load", _checkpoint)
+    surround(package.Fabric, "load", save_or_load)
     follow(package.Fabric, "setup", _remember)
     follow(package.Fabric, "setup_optimizers", _remember)
 
@@ -79,10 +79,6 @@ def _stepped(optimizer: Any, *_: Any) -> None:
 def _begin(*_: Any) -> None:
     if _boundaries.claim() and _boundaries.step is None:
         _boundaries.begin(completed_steps(_optimizers))
-
-
-def _checkpoint(*_: Any) -> Timed:
-    return checkpoint()
 
 
 def _saved(*_: Any) -> None:

@@ -16,8 +16,14 @@ from accelerate import Accelerator
 from transformers.trainer import DEFAULT_CALLBACKS, Trainer
 from transformers.trainer_callback import TrainerCallback
 
-from paceline.hooks import checkpoint, checkpoint_saved, evaluate, report
-from paceline.integrations.boundaries import Between, StepBoundaries, never_raises, surround
+from paceline.hooks import checkpoint_saved, evaluate, report
+from paceline.integrations.boundaries import (
+    Between,
+    StepBoundaries,
+    never_raises,
+    save_or_load,
+    surround,
+)
 from paceline.writer.interface import Timed
 
 
@@ -84,14 +90,10 @@ def _evaluation(*_: Any) -> Timed:
     return evaluate()
 
 
-def _checkpoint(*_: Any) -> Timed:
-    return checkpoint()
-
-
 # No event marks these.
 surround(Trainer, "get_batch_samples", _data)
 surround(Trainer, "training_step", _microbatch)
 surround(Accelerator, "backward", _backward)
 surround(Trainer, "evaluate", _evaluation)
 surround(Trainer, "predict", _evaluation)
-surround(Trainer, "_save_checkpoint", _checkpoint)
+surround(Trainer, "_save_checkpoint", save_or_load)

@@ -14,9 +14,14 @@ import importlib
 import sys
 from typing import Any
 
-from paceline.hooks import checkpoint, checkpoint_saved, report
-from paceline.integrations.boundaries import StepBoundaries, follow, never_raises, surround
-from paceline.writer.interface import Timed
+from paceline.hooks import checkpoint_saved, report
+from paceline.integrations.boundaries import (
+    StepBoundaries,
+    follow,
+    never_raises,
+    save_or_load,
+    surround,
+)
 
 # Two packages with the same content; the script uses one.
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -99,16 +104,12 @@ def _watch(package: Any) -> None:
     """Time the parts that no event marks: the begin of a fetch, and checkpoints."""
     loop = sys.modules[f"{package.__name__}.loops.training_epoch_loop"]
     surround(loop._TrainingEpochLoop, "advance", _data)
-    surround(package.Trainer, "save_checkpoint", _checkpoint)
+    surround(package.Trainer, "save_checkpoint", save_or_load)
     follow(package.Trainer, "save_checkpoint", _saved)
 
 
 def _data(loop: Any, *_: Any) -> None:
     _boundaries.begin(loop.trainer.global_step)
-
-
-def _checkpoint(*_: Any) -> Timed:
-    return checkpoint()
 
 
 def _saved(trainer: Any, *_: Any, **__: Any) -> None:

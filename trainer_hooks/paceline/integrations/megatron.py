@@ -14,14 +14,19 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from paceline.hooks import checkpoint, evaluate, optimizer, pipelining
-from paceline.integrations.boundaries import StepBoundaries, never_raises
+from paceline.hooks import evaluate, optimizer, pipelining
+from paceline.integrations.boundaries import (
+    StepBoundaries,
+    never_raises,
+    open_timed,
+    save_or_load,
+    surround,
+)
 from paceline.sections import INERT
-from paceline.session import log_once
+from paceline.wrapping import replace
 from paceline.writer.interface import Timed
 from paceline_wire.spans import Op
 
@@ -127,42 +132,25 @@ def attach(module: ModuleType) -> None:
     """
     if module.__name__.endswith(".schedules"):
         for name in SCHEDULES:
-            _replace(module, name, _schedule)
+            replace(module, name, _schedule)
         optimizers = sys.modules["torch.optim.optimizer"]
         optimizers.register_optimizer_step_post_hook(_after_optimizer)
-        _replace(module, "forward_step", _forward)
-        _replace(module, "backward_step", _backward)
+        replace(module, "forward_step", _forward)
+        replace(module, "backward_step", _backward)
     elif module.__name__.endswith(".optimizer"):
         for name in OPTIMIZERS:
             if hasattr(module, name):
-                _replace(getattr(module, name), "step", _optimizer)
+                replace(getattr(module, name), "step", _optimizer)
     else:
-        _replace(module, "save", _checkpoint)
+        surround(module, "save", save_or_load)
 
 
 Function = Callable[..., Any]
 
 
-def _replace(owner: Any, name: str, wrap: Callable[[Function], Function]) -> None:
-    """Wrap a function of a module or a method of a class, once; versions may lack some."""
-    original = vars(owner).get(name)
-    if original is not None and not hasattr(original, "_paceline"):
-        wrapped = wraps(original)(wrap(original))
-        wrapped._paceline = True  # type: ignore[attr-defined]
-        setattr(owner, name, wrapped)
-
-
-def _timed(make: Callable[..., Timed], *arguments: Any) -> Timed:
-    try:
-        return make(*arguments)
-    except Exception as error:
-        log_once("megatron", "paceline: %s failed: %s", make.__qualname__, error)
-        return INERT
-
-
 def _schedule(original: Function) -> Function:
     def run_schedule(*args: Any, **options: Any) -> Any:
-        with _timed(_steps.schedule, options):
+        with open_timed(_steps.schedule, options):
             return original(*args, **options)
 
     return run_schedule
@@ -170,7 +158,7 @@ def _schedule(original: Function) -> Function:
 
 def _forward(original: Function) -> Function:
     def forward_step(*args: Any, **options: Any) -> Any:
-        with _timed(_steps.forward, options):
+        with open_timed(_steps.forward, options):
             result = original(*args, **options)
         _steps.keep_output(result, options)
         return result
@@ -180,7 +168,7 @@ def _forward(original: Function) -> Function:
 
 def _backward(original: Function) -> Function:
     def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **options: Any) -> Any:
-        with _timed(_steps.backward, output_tensor):
+        with open_timed(_steps.backward, output_tensor):
             return original(input_tensor, output_tensor, *args, **options)
 
     return backward_step
@@ -189,17 +177,9 @@ def _backward(original: Function) -> Function:
 def _optimizer(original: Function) -> Function:
     def step(*args: Any, **options: Any) -> Any:
         try:
-            with _timed(_steps.begin_optimizer):
+            with open_timed(_steps.begin_optimizer):
                 return original(*args, **options)
         finally:
             _steps.end_optimizer()
 
     return step
-
-
-def _checkpoint(original: Function) -> Function:
-    def save(*args: Any, **options: Any) -> Any:
-        with _timed(checkpoint):
-            return original(*args, **options)
-
-    return save

@@ -22,6 +22,7 @@ from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 
 from paceline.hooks import autostart, fail, finish
 from paceline.integrations.boundaries import never_raises
+from paceline.wrapping import replace
 
 THREAD_RUNNER = "ray.train.v2._internal.execution.worker_group.thread_runner"
 
@@ -67,17 +68,14 @@ def attach(module: ModuleType) -> None:
     Args:
         module: `ray.train.v2._internal.execution.worker_group.thread_runner`.
     """
-    runner = module.ThreadRunner
-    if hasattr(runner.run, "_paceline"):
-        return
-    run_in_thread = runner.run
+    replace(module.ThreadRunner, "run", _recording)
 
-    @wraps(run_in_thread)
+
+def _recording(run_in_thread: Callable[..., None]) -> Callable[..., None]:
     def run(self: Any, target: Callable[[], Any]) -> None:
         run_in_thread(self, _recorded(target))
 
-    run._paceline = True  # type: ignore[attr-defined]
-    runner.run = run
+    return run
 
 
 def _recorded(target: Callable[[], Any]) -> Callable[[], Any]:

@@ -11,12 +11,13 @@ rank's hooks reported one themselves.
 from __future__ import annotations
 
 import os
-from functools import wraps
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from paceline.environment import read_rank_environment
 from paceline.integrations.boundaries import never_raises
+from paceline.wrapping import replace
 from paceline_wire.ending import Ending, write_ending
 
 
@@ -26,12 +27,10 @@ def attach(module: ModuleType) -> None:
     Args:
         module: `torch.distributed.elastic.multiprocessing.api`.
     """
-    processes = module.PContext
-    if hasattr(processes.close, "_paceline"):
-        return
-    close_all = processes.close
+    replace(module.PContext, "close", _reporting)
 
-    @wraps(close_all)
+
+def _reporting(close_all: Callable[..., Any]) -> Callable[..., Any]:
     def close(self: Any, *args: Any, **options: Any) -> Any:
         if not hasattr(self, "_paceline_closed"):
             # Later those that torchrun ended have failed too.
@@ -39,8 +38,7 @@ def attach(module: ModuleType) -> None:
             report_failures(getattr(self, "_failures", {}), getattr(self, "envs", {}))
         return close_all(self, *args, **options)
 
-    close._paceline = True  # type: ignore[attr-defined]
-    processes.close = close
+    return close
 
 
 @never_raises
