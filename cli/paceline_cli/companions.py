@@ -11,6 +11,7 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,6 +52,22 @@ def launch(arguments: Sequence[str], environment: dict[str, str]) -> int:
     os.close(write)
     os.waitpid(child, 0)
     return read
+
+
+def free_port(wanted: int) -> int:
+    """Return `wanted` if that TCP port is free, else any free port.
+
+    Raises OSError if there is none.
+    """
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError("no TCP port is free on 127.0.0.1")
 
 
 def main(pid: int, node_directory: Path, logs: Path, agent: list[str], server: list[str]) -> None:

@@ -11,7 +11,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 import click
 import httpx
 
+from paceline_cli import companions
 from paceline_demo import fake_nvml
 
 MARK = "PACELINE_DEMO"
@@ -276,13 +276,7 @@ def has_driver() -> bool:
 
 def free_port(wanted: int) -> int:
     """Return `wanted` if that TCP port is free, else any free port."""
-    for port in (wanted, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            chosen: int = probe.getsockname()[1]
-            return chosen
-    raise click.ClickException("no free TCP port on 127.0.0.1")
+    try:
+        return companions.free_port(wanted)
+    except OSError as error:
+        raise click.ClickException(str(error)) from error

@@ -24,6 +24,7 @@ import stat
 import struct
 import weakref
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -174,6 +175,7 @@ _LIMITS = {"generation": 1 << 31, "rank": 1 << 31, "pid": 1 << 31, "started_ns":
 _identities = msgspec.msgpack.Decoder(Identity)
 _definitions: msgspec.msgpack.Decoder[Definition] = msgspec.msgpack.Decoder(Definition)
 _descriptions = msgspec.msgpack.Decoder(RankDescription)
+_Record = TypeVar("_Record")
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -433,11 +435,7 @@ class RingReader:
             raise RingError(f"{self.path}: definitions claim {used} bytes")
         if used <= self._defined:
             return []
-        records = self._records(DEFINITIONS_OFFSET, self._defined, used)
-        try:
-            definitions = [_definitions.decode(record) for record in records]
-        except (msgspec.DecodeError, ValueError) as error:
-            raise RingError(f"{self.path}: corrupt definition: {error}") from error
+        definitions = self._decoded(DEFINITIONS_OFFSET, self._defined, used, _definitions)
         self._defined = used
         return definitions
 
@@ -450,15 +448,13 @@ class RingReader:
             raise RingError(f"{self.path}: descriptions claim {used} bytes")
         if used <= self._described:
             return []
-        records = self._records(DESCRIPTIONS_OFFSET, self._described, used)
-        try:
-            descriptions = [_descriptions.decode(record) for record in records]
-        except (msgspec.DecodeError, ValueError) as error:
-            raise RingError(f"{self.path}: corrupt description: {error}") from error
+        descriptions = self._decoded(DESCRIPTIONS_OFFSET, self._described, used, _descriptions)
         self._described = used
         return descriptions
 
-    def _records(self, area: int, start: int, end: int) -> list[bytes]:
+    def _decoded(
+        self, area: int, start: int, end: int, decoder: msgspec.msgpack.Decoder[_Record]
+    ) -> list[_Record]:
         """Return the records of an append-only area between two of its offsets."""
         content = self._read(area + start, end - start)
         records, at = [], 0
@@ -467,7 +463,10 @@ class RingReader:
             at = begin + int.from_bytes(content[at:begin], "little")
             if at > len(content):
                 raise RingError(f"{self.path}: a record overruns its area")
-            records.append(content[begin:at])
+            try:
+                records.append(decoder.decode(content[begin:at]))
+            except (msgspec.DecodeError, ValueError) as error:
+                raise RingError(f"{self.path}: corrupt record: {error}") from error
         return records
 
     def view(self) -> StateView:

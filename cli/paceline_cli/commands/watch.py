@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,7 +109,7 @@ def _start(
     run = [sys.executable, "-m", "paceline_cli"]
     server_command: list[str] = []
     if needs_server:
-        port = _free_port(SERVER_PORT)
+        port = companions.free_port(SERVER_PORT)
         server = f"http://127.0.0.1:{port}"
         database = f"sqlite:///{state_directory(os.environ) / 'watch.db'}"
         server_command = [*run, "server", "--port", str(port), "--database-url", database]
@@ -139,16 +138,3 @@ def _responds(server: str) -> bool:
     except (httpx.HTTPError, httpx.InvalidURL):
         return False
     return answer.status_code == 200 and answer.text.strip() == "ok"
-
-
-def _free_port(wanted: int) -> int:
-    """Return `wanted` if that TCP port is free, else any free port."""
-    for port in (wanted, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise NotRecordedError("no TCP port is free on 127.0.0.1")

@@ -92,7 +92,7 @@ def faults(
     *,
     status: Status = "fail",
 ) -> Check:
-    """Return a check from the problems of each node; it passes if there are none."""
+    """Return a check from the problems of each node; without problems it passes."""
     wrong = {node: words for node, words in found.items() if words}
     if not wrong:
         return Check(name=name, status="pass", evidence=passed)
