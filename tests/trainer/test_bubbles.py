@@ -6,9 +6,6 @@ CPU time, so this is only part of `make campaign`. `-s` shows the table.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +17,7 @@ from paceline_wire.batch import SpanBlock
 from paceline_wire.ring import GroupDefinition, RingReader
 from paceline_wire.spans import Op, to_columns
 from paceline_wire.topology import Topology
-from tests.ports import free_port
+from tests.trainer.rank_processes import run_ranks
 
 pytestmark = pytest.mark.campaign
 
@@ -53,7 +50,6 @@ def run(
     *more: str,
 ) -> None:
     """Run one process per stage, started as by the agent."""
-    port = free_port()
     options = {
         "--schedule": schedule,
         "--virtual-stages": chunks,
@@ -66,33 +62,9 @@ def run(
         "--evaluate-every": 0,
         "--emulate-kernel-ms": KERNELS_MS,
     }
-    arguments = [str(part) for option in options.items() for part in option]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "paceline_trainer", *arguments, *more],
-            env=os.environ
-            | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(stages),
-                "PACELINE_PP": str(stages),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "PACELINE_RING_DIRECTORY": str(directory),
-                "PACELINE_JOB": "local",
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(stages)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=150)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    arguments = [part for option in options.items() for part in option]
+    command = ["-m", "paceline_trainer", *arguments, *more]
+    run_ranks(directory, command, stages, 150, PACELINE_PP=str(stages))
 
 
 def steps(directory: Path, stages: int) -> list[FinishedStep]:

@@ -7,9 +7,6 @@ with the time in which a rank really slept. `-s` shows the table.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +18,7 @@ from paceline_wire.batch import SpanBlock
 from paceline_wire.ring import GroupDefinition, RingReader
 from paceline_wire.spans import to_columns
 from paceline_wire.topology import Topology
-from tests.ports import free_port
+from tests.trainer.rank_processes import run_ranks
 from tests.trainer.test_bubbles import KERNELS_MS, STEPS, WARM_UP_STEPS, plain_idle
 from tests.trainer.test_bubbles import run as run_trainer
 from tests.trainer.test_bubbles import steps as steps_of_trainer
@@ -52,33 +49,8 @@ def run_torch(directory: Path, schedule: str, world_size: int, *numbers: int) ->
     """Run one process per rank; `numbers`: microbatches, chunks and, if several, data ranks."""
     microbatches, chunks, *data_ranks = numbers
     directory.mkdir()
-    port = free_port()
-    arguments = [microbatches, chunks, STEPS, *KERNELS_MS.split(","), *data_ranks]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), schedule, *map(str, arguments)],
-            env=os.environ
-            | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "PACELINE_RING_DIRECTORY": str(directory),
-                "PACELINE_JOB": "local",
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=300)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    arguments = [SCRIPT, schedule, microbatches, chunks, STEPS, *KERNELS_MS.split(","), *data_ranks]
+    run_ranks(directory, arguments, world_size, 300)
 
 
 def recognized(
