@@ -305,7 +305,7 @@ def step_begin(step: int | None = None) -> None:
 
 
 def step_end() -> None:
-    """End the step that `step_begin` began; does nothing if there is none.
+    """End the step that `step_begin` began, if one is in progress.
 
     Example:
         >>> def on_step_end(self, args, state, control, **kwargs):

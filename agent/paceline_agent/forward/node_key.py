@@ -21,7 +21,7 @@ _KEY = re.compile(r"[\w-]{43}", re.ASCII)
 
 
 def load_node_key(directory: Path) -> str | None:
-    """Return the key in `directory`, created if there is none; None if that is impossible.
+    """Return the key in `directory`, and create a missing one; None if that fails.
 
     Without a key the agent still works, as long as its server has never seen one for its id.
     """

@@ -16,7 +16,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology
     nodes: dict[int, str]  # rank -> agent_id
     gpus: dict[int, int | None]  # rank -> NVML index on that node
-    # What the ranks reported the topology from, if it is not the one requested.
+    # Where the ranks found the topology, if it is not the requested one.
     topology_source: str | None = None
     metadata: dict[str, str] = {}  # schedule ("gpipe", "1f1b"), microbatches, ...
     started_ns: int  # CLOCK_REALTIME

@@ -165,7 +165,7 @@ def _program_place(operation: Operation) -> Hashable:
 
 
 def _open_at_sends(circle: frozenset[int], queues: dict[int, list[DumpWait]]) -> bool:
-    """Remove the sends that ranks of the cycle wait in; return False if there are none."""
+    """Remove the sends that ranks of the cycle wait in; return whether there were any."""
     opened = False
     for rank in circle if len(circle) > 1 else ():
         if rank >= 0 and queues[rank][0].operation.sends_only:

@@ -39,7 +39,7 @@ def read(event: RankDump) -> Received:
 def conclude(
     received: Mapping[int, Received], expected: Collection[int]
 ) -> tuple[HangReport | None, str]:
-    """Return the report (None if there is none) and a sentence about it.
+    """Return the report (None without one) and a sentence about it.
 
     A rank without a dump counts as hung on its host only if it was asked to write one. If
     anything else is missing, there is no report.

@@ -79,7 +79,7 @@ class Groups:
 
 
 def _name(definition: GroupDefinition, members: tuple[int, ...]) -> str:
-    """Return the name; torch numbers the groups that have none, which tells users nothing."""
+    """Return the name; for a group that torch only numbered, its ranks."""
     if not definition.name.isdecimal() or not members:
         return definition.name
     first, last = members[0], members[-1]

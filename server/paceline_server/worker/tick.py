@@ -246,7 +246,7 @@ def _relocated(
 
 
 def _placement(columns: JobColumns, decision: Decision, now_ns: int) -> Placement | None:
-    """Return the placement of a new generation; None if there is none."""
+    """Return the placement of a new generation; None if the generation is the same."""
     if decision.generation is None and decision.ranks is None:
         return None
     views = decision.ranks or []

@@ -45,7 +45,7 @@ class CallSignature(NamedTuple):
     payload: int | None
     group: int
     peer: int | None  # position of the peer's rank in the group; None: a collective, or any sender
-    # position of the argument that tells whether the caller waits later; None: this torch has none
+    # position of the argument for whether the caller waits later; None: not in this torch
     is_async: int | None
 
     @property

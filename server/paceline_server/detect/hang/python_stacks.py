@@ -12,9 +12,9 @@ from paceline_wire.stacks import StackFrame, ThreadStack
 GIL_HELD = "GIL held by thread "
 _MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
-# Packages that only call the script or wait for it, so that its own line tells more.
+# Packages that only call the script or wait for it, so that its own line is more useful.
 _LIBRARIES = frozenset({"paceline", "torch", "typing_extensions", *sys.stdlib_module_names})
-_DATA_LOADING = "torch/utils/data/"  # here, what it waits for tells more
+_DATA_LOADING = "torch/utils/data/"  # here, what it waits for is more useful
 
 
 def cause_with_stacks(stacks: RankStackTraces, cause: str) -> str:

@@ -115,7 +115,7 @@ class SlowDataDetector(Detector):
     def _wait_of_most(self, waits: Floats) -> float:
         """Return the wait that three quarters of a set of unrelated ranks reach.
 
-        NaN if there is none.
+        NaN without such ranks.
         """
         least = np.nan
         for ranks in self._unrelated:
@@ -301,7 +301,7 @@ class SlowDataDetector(Detector):
 
 
 def _unrelated(generation: Generation) -> list[Ints]:
-    """Return the ranks of each stage that spans several nodes; if there is none, all ranks."""
+    """Return the ranks of each stage that spans several nodes; otherwise all ranks."""
     ranks = grid_of(generation.topology).ranks
     stages = [np.sort(stage.ravel()) for stage in ranks]
     on_several = [
