@@ -5,6 +5,7 @@ In each scenario rank 1 is late by LATE_SECONDS, so that rank 0 must wait for it
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -71,7 +72,16 @@ schedule = ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss())
 schedule.step(*([batch] if rank == 0 else []), **({} if rank == 0 else {"target": batch}))
 
 
+store = dist.distributed_c10d._get_default_store()
+meetings = itertools.count(1)
+
+
 def be_late() -> None:
+    """Have rank 1 come later than rank 0; both meet at the store first, which is not recorded."""
+    arrivals = 2 * next(meetings)
+    store.add("arrivals", 1)
+    while store.add("arrivals", 0) < arrivals:
+        time.sleep(0.001)
     if rank == 1:
         time.sleep(LATE_SECONDS)
 
@@ -177,10 +187,10 @@ def monitored_barrier() -> None:
 
 
 def pipeline() -> None:
+    be_late()
     if rank == 0:
         schedule.step(batch)
     else:
-        be_late()
         schedule.step(target=batch)
 
 
