@@ -225,3 +225,4 @@ if __name__ == "__main__":
         scenario()
     paceline.finish()
     dist.destroy_process_group()
+    os._exit(0)  # the mesh keeps gloo's threads alive, which may abort when the interpreter ends

@@ -97,6 +97,7 @@ def main() -> None:
         optimizer.zero_grad()
     paceline.finish()
     dist.destroy_process_group()
+    os._exit(0)  # the mesh keeps gloo's threads alive, which may abort when the interpreter ends
 
 
 def _single() -> type:

@@ -195,6 +195,7 @@ paceline.init(mesh=mesh, metadata={"model": "7b"})
 paceline.init()
 for _ in paceline.steps(range(2)):
     dist.all_reduce(torch.ones(1))
+del mesh  # keeps gloo's threads alive, which abort now and then when the interpreter ends
 dist.destroy_process_group()
 """
     first = "import paceline\n" if imports == "before" else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -146,3 +147,4 @@ if __name__ == "__main__":
         scenario()
     paceline.finish()
     dist.destroy_process_group()
+    os._exit(0)  # the mesh keeps gloo's threads alive, which may abort when the interpreter ends

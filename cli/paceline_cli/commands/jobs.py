@@ -15,8 +15,8 @@ from paceline_cli.client_group import ClientGroup, server_option
 from paceline_cli.options import OutputFile, json_option, server_options, steps_option
 from paceline_cli.trace import fetch_trace
 
-STACKS_SECONDS = 10.0  # py-spy takes up to 5 s on a busy machine
-DUMPS_SECONDS = 10.0  # PyTorch polls its pipe once a second
+# py-spy takes up to 5 s on a busy machine; PyTorch polls its pipe once a second.
+ANSWER_SECONDS = 10.0
 LEDGER_PARTS = (
     "compute",
     "communication",
@@ -28,6 +28,15 @@ LEDGER_PARTS = (
     "restart",
     "startup",
     "idle",
+)
+
+timeout_option = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=ANSWER_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the answers of the nodes.",
 )
 
 
@@ -181,9 +190,10 @@ def stop(client: Client, job: str, as_json: bool) -> None:
     multiple=True,
     help="Only this rank; may be repeated. [default: all]",
 )
+@timeout_option
 @json_option
 @click.pass_obj
-def stacks(client: Client, job: str, ranks: tuple[int, ...], as_json: bool) -> None:
+def stacks(client: Client, job: str, ranks: tuple[int, ...], timeout: float, as_json: bool) -> None:
     """Read the Python stacks of a job's ranks without pausing them.
 
     \b
@@ -192,7 +202,8 @@ def stacks(client: Client, job: str, ranks: tuple[int, ...], as_json: bool) -> N
     chosen = ranks or tuple(rank["rank"] for rank in client.items(f"/jobs/{job}/ranks"))
     for rank in chosen:
         client.post(f"/jobs/{job}/ranks/{rank}/stacks")
-    found = [_await_stacks(client, f"/jobs/{job}/ranks/{rank}/stacks") for rank in chosen]
+    deadline = time.monotonic() + timeout
+    found = [_await_stacks(client, f"/jobs/{job}/ranks/{rank}/stacks", deadline) for rank in chosen]
     if as_json:
         render.show_json(found)
         return
@@ -200,12 +211,11 @@ def stacks(client: Client, job: str, ranks: tuple[int, ...], as_json: bool) -> N
         if answer["state"] == "taken" and answer["stacks"] is not None:
             render.show_stacks(answer["stacks"])
         else:
-            why = answer["error"] or f"no answer within {STACKS_SECONDS:.0f} s"
+            why = answer["error"] or f"no answer within {timeout:g} s"
             click.echo(f"Rank {answer['rank']}: {why}")
 
 
-def _await_stacks(client: Client, path: str) -> Any:
-    deadline = time.monotonic() + STACKS_SECONDS
+def _await_stacks(client: Client, path: str, deadline: float) -> Any:
     while (answer := client.get(path))["state"] == "asked" and time.monotonic() < deadline:
         time.sleep(0.2)
     return answer
@@ -213,9 +223,10 @@ def _await_stacks(client: Client, path: str) -> Any:
 
 @jobs.command("flight-recorder")
 @click.argument("job")
+@timeout_option
 @json_option
 @click.pass_obj
-def flight_recorder(client: Client, job: str, as_json: bool) -> None:
+def flight_recorder(client: Client, job: str, timeout: float, as_json: bool) -> None:
     """Read the Flight Recorder dumps of a job's ranks: which rank waits for which.
 
     Exit status 1 if no rank wrote one; enable recording in PyTorch first, see
@@ -224,7 +235,7 @@ def flight_recorder(client: Client, job: str, as_json: bool) -> None:
     path = f"/jobs/{job}/flight-recorder"
     before = {dump["rank"]: dump["received_at"] for dump in client.post(path)["dumps"]}
     alive = [one for one in client.items(f"/jobs/{job}/ranks") if one["state"] != "exited"]
-    deadline = time.monotonic() + DUMPS_SECONDS
+    deadline = time.monotonic() + timeout
     while True:
         found = client.get(path)
         new = [one for one in found["dumps"] if one["received_at"] != before.get(one["rank"])]

@@ -106,14 +106,14 @@ def test_cli_waits_for_the_nodes_and_shows_the_result(server, nodes, wait_for):
     ranks = server.client.get(f"{path}/ranks").json()["items"]
     home = {rank["rank"]: nodes[rank["node"]] for rank in ranks}
     try:
-        asking = paceline("stacks", job, "--rank", "1")
+        asking = paceline("stacks", job, "--rank", "1", "--timeout", "60")
         wait_for(lambda: orders(home[1], TakeStacks), "the command")
         home[1].report(RankStackTraces(**of(job, 1), threads=[STACK]))
         shown, _ = asking.communicate(timeout=60)
         assert asking.returncode == 0
         assert shown == "Rank 1, thread MainThread:\n    __next__  data.py:88\n"
 
-        asking = paceline("flight-recorder", job)
+        asking = paceline("flight-recorder", job, "--timeout", "60")
         wait_for(lambda: all(orders(node, TakeDumps) for node in nodes.values()), "the commands")
         for rank, node in home.items():
             node.report(RankDump(**of(job, rank), error="no pipe", was_asked=True))

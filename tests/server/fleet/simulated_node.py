@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import httpx
@@ -81,9 +81,9 @@ class SimulatedRank:
     rank: int
     pid: int
     step: int
+    stepped: float  # when its latest step ended, or its first begins
     index: int = 0
     stop_at: tuple[int, int] | None = None  # (command id, step)
-    stepped: float = field(default_factory=time.monotonic)
 
 
 class SimulatedNode:
@@ -95,6 +95,7 @@ class SimulatedNode:
         self.carried_out: list[commands.Command] = []
         self.acknowledged = 0
         self.start_error = ""  # why it starts no rank
+        self.startup_seconds = 0.0  # until the first step of its ranks
         self.ranks: dict[int, SimulatedRank] = {}
         self._token = token
         self._events: list[Event] = [hello()]
@@ -331,7 +332,8 @@ class SimulatedNode:
         metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         pid = pid or 1000 + 10 * command.generation + spec.rank
-        rank = SimulatedRank(command, spec.rank, pid, step=0)
+        stepped = time.monotonic() + self.startup_seconds
+        rank = SimulatedRank(command, spec.rank, pid, step=0, stepped=stepped)
         self.ranks[spec.rank] = rank
         identity = Identity(
             job=command.job,

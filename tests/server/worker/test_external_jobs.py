@@ -168,6 +168,8 @@ def test_the_ledger_covers_all_generations(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     started = []
+    for node in nodes:
+        node.startup_seconds = 2.0
     for generation in range(3):
         for number in range(2):
             nodes[number].run_external("train", number, PAIR, generation=generation)
