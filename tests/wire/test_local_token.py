@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline_wire import local_token
 from paceline_wire.local_token import (
     STATE_DIRECTORY,
     TokenFileError,
@@ -49,6 +50,18 @@ def test_a_token_is_found_for_a_server_of_this_user(
     assert find_token(url(listener), "operator", environment) == TOKEN
     assert find_token(url(listener, "localhost"), "operator", environment) == TOKEN
     assert find_token(url(listener), "agent", environment) is None
+
+
+def test_the_table_of_sockets_is_only_read_for_a_token(
+    environment: dict[str, str], listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent without a token searches for one before each request."""
+    tables: list[str] = []
+    monkeypatch.setattr(local_token, "_listeners", lambda host, port: tables.append(host))
+    assert find_token(url(listener), "agent", environment) is None
+    assert not tables
+    assert find_token(url(listener), "operator", environment) == TOKEN
+    assert tables == ["127.0.0.1"]
 
 
 def test_a_token_is_not_for_another_machine(environment: dict[str, str]) -> None:

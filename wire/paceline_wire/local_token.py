@@ -78,10 +78,13 @@ def find_token(server_url: str, scope: LocalScope, environment: Mapping[str, str
     host, port = parts.hostname or "", parts.port or {"https": 443}.get(parts.scheme, 80)
     if not is_loopback(host):
         return None
-    listeners = _listeners(host, port)
+    token = read_token(token_path(state_directory(environment), scope))
+    if token is None:
+        return None
+    listeners = _listeners(host, port)  # the kernel takes milliseconds for its table of sockets
     if listeners is not None and not (listeners and listeners <= {0, os.geteuid()}):
         return None
-    return read_token(token_path(state_directory(environment), scope))
+    return token
 
 
 def _listeners(host: str, port: int) -> set[int] | None:
