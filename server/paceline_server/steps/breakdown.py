@@ -158,6 +158,10 @@ def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> Ra
     rest = np.maximum(total - seconds.sum(axis=0), 0.0)
     compute = seconds[Part.COMPUTE] + np.where(hooked, 0.0, rest)
     wait = seconds[Part.NESTED_WAIT] + seconds[Part.OUTER_WAIT]
+    blocked = seconds[Part.TRANSFER] + wait + seconds[Part.PIPELINE_WAIT] > 0.0
+    on_device = np.zeros(len(timeline), dtype=np.bool_)
+    on_device[timeline.owner[(spans.flags & Flag.DEVICE) != 0]] = True
+    host = np.where(hooked & blocked & ~on_device, rest + seconds[Part.PIPELINE_GAP], 0.0)
     return RankTimes(
         rank=timeline.ranks,
         start_ns=timeline.begin_ns,
@@ -172,6 +176,7 @@ def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> Ra
         optimizer_seconds=seconds[Part.OPTIMIZER],
         checkpoint_seconds=seconds[Part.CHECKPOINT],
         gc_seconds=seconds[Part.GC],
+        host_seconds=host,
     )
 
 

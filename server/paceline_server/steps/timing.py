@@ -20,7 +20,11 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """One row per rank that took part; the columns of `RankStep`, and start and end."""
+    """One row per rank that took part; the columns of `RankStep`, start and end, and host time.
+
+    `host_seconds`: the time outside of marked forwards and backwards in which nothing was recorded;
+    0 where that may be a wait (the forwards are timed on a device, or no wait was recorded).
+    """
 
     rank: Ints
     start_ns: Ints
@@ -35,6 +39,7 @@ class RankTimes:
     optimizer_seconds: Floats
     checkpoint_seconds: Floats
     gc_seconds: Floats
+    host_seconds: Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,28 @@ def test_one_microbatch_that_stalls_in_every_step_is_found_within_five_steps(see
     assert [(one.rank, one.cleared) for one in run.advance(12)] == [(5, True)]
 
 
+def test_host_code_beside_the_microbatches_is_found_and_cleared():
+    run = watched(DEMO, 35)
+    assert run.advance(60) == []
+    run.host = {5: 0.5 * 24 * FORWARD_SECONDS}
+    found = run.advance(8)
+    assert [(one.rank, one.fingerprint) for one in found] == [(5, "straggler:host:5")]
+    assert abs(found[0].onset_step - 60) <= 2
+    assert found[0].slowdown == pytest.approx(1.53 / 1.03, abs=0.05)
+    assert "host code" in found[0].summary
+    assert found[0].cost_ratio == pytest.approx(0.5 / 1.25, abs=0.05)
+    assert run.advance(40) == []
+    run.host = {}
+    assert [(one.rank, one.cleared) for one in run.advance(20)] == [(5, True)]
+
+
+def test_a_rank_that_evaluates_now_and_then_is_no_straggler():
+    run = watched(DEMO, 36)
+    for step in range(200):
+        run.host = {0: 2.0 * 24 * FORWARD_SECONDS} if step % 20 == 19 else {}
+        assert run.advance(1) == []
+
+
 def test_frequent_stalls_everywhere_delay_the_finding():
     # an outlier in one of thirteen steps of each rank
     run = watched(DEMO, 34, noise=Noise(outliers=0.005))

@@ -209,4 +209,5 @@ class SimulatedStep:
             optimizer_seconds=zero,
             checkpoint_seconds=checkpoint,
             gc_seconds=gc,
+            host_seconds=zero,
         )

@@ -79,12 +79,14 @@ class TimedRun:
         self.late_every = 1
         self.slow_late_groups: dict[int, float] = {}
         self.stalled: dict[int, float] = {}  # seconds added to one operation of a step
+        self.host: dict[int, float] = {}  # seconds added beside the operations of a step
         self.lost = 0.0  # share of the compute rows that are missing
         self.silent: set[int] = set()  # ranks without data
         self.step = 0
         self.findings: list[Finding] = []
         self._chronic = np.exp(self.chance.normal(0.0, self.noise.chronic, world))
         nodes = -(-world // self.ranks_per_node)
+        self._host_chance = np.random.default_rng(self.seed + 1)
         self._phase = self.chance.uniform(0.0, 2 * np.pi, nodes)
         self._period = self.chance.uniform(150.0, 600.0, nodes)
         self._detectors: list[Detector] = []
@@ -218,7 +220,15 @@ class TimedRun:
             optimizer_seconds=zero,
             checkpoint_seconds=zero,
             gc_seconds=zero,
+            host_seconds=self._host_seconds(ranks, own),
         )
+
+    def _host_seconds(self, ranks: np.ndarray, own: np.ndarray) -> np.ndarray:
+        """Return 3% of the compute time, with a long tail: one step in 20 takes five times that."""
+        usual = self._host_chance.lognormal(np.log(0.03), 0.4, ranks.size)
+        usual[self._host_chance.random(ranks.size) < 0.05] *= 5.0
+        added = np.array([self.host.get(rank, 0.0) for rank in ranks.tolist()])
+        return own * usual + added
 
     def _transfers(self) -> TransferTimes:
         links = self.links()

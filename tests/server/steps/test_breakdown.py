@@ -98,6 +98,22 @@ def test_waiting_for_another_stage_is_the_bubble_only_within_the_pipeline_phase(
     assert part["wait"] == pytest.approx(0.004)
 
 
+def test_time_beside_marked_microbatches_is_the_hosts_if_waits_are_recorded():
+    rows = (
+        (Op.FORWARD_RECV, 6, 10),
+        (Op.FORWARD, 10, 20),
+        (Op.OPTIMIZER, 20, 24),
+        (Op.STEP, 0, 30),
+    )
+    waits, phase = [3, 0, 0, 0], (4, 26)
+    part = parts_of(*rows, waits_ms=waits, phase_ms=phase)
+    assert part["host"] == pytest.approx(0.006 + 0.006)  # before the receive, after the optimizer
+    assert part["self"] == pytest.approx(0.010)
+    assert parts_of(*rows, waits_ms=waits, phase_ms=phase, chunk=-1)["host"] == 0.0
+    assert parts_of(*rows, waits_ms=waits, phase_ms=phase, flags=Flag.DEVICE)["host"] == 0.0
+    assert parts_of(*rows[1:], phase_ms=phase)["host"] == 0.0
+
+
 def test_without_microbatch_hooks_unexplained_time_is_compute():
     part = parts_of((Op.DATA_WAIT, 0, 2), (Op.ALL_REDUCE, 8, 10), (Op.STEP, 0, 12))
     assert part["self"] == pytest.approx(0.008)

@@ -216,6 +216,7 @@ class PlayedRun:
             optimizer_seconds=zeros + OPTIMIZER_SECONDS,
             checkpoint_seconds=zeros,
             gc_seconds=zeros,
+            host_seconds=zeros,
         )
         groups, collectives = self._collectives()
         return StepTiming(

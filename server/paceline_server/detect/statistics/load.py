@@ -27,10 +27,16 @@ class ComputeLoad:
     ratios: Floats  # self time over the expected time for its data
     total: Floats  # log of the ratio of all microbatches together
     self_seconds: Floats
+    host_seconds: Floats  # beside them, as in `RankTimes`
 
     def typical(self) -> Floats:
         """Return, by rank, the log of the ratio of its typical microbatch."""
         return _typical(self.rank, np.log(self.ratios), self.total.size)
+
+    def with_host(self) -> Floats:
+        """Return, by rank, the log of all its own time over its time in microbatches."""
+        levels: Floats = np.log1p(self.host_seconds / self.self_seconds)
+        return levels
 
 
 class ComputeLoads:
@@ -51,7 +57,9 @@ class ComputeLoads:
         some = measured > 0
         total = np.full(self._world, np.nan)
         total[some] = np.log(measured[some] / expected[some])
-        return ComputeLoad(rank, ratios, total, np.where(some, measured, np.nan))
+        host = np.zeros(self._world)
+        host[timing.ranks.rank] = timing.ranks.host_seconds
+        return ComputeLoad(rank, ratios, total, np.where(some, measured, np.nan), host)
 
 
 def _with_unhooked(timing: StepTiming, world: int) -> ComputeTimes:

@@ -6,10 +6,11 @@ that all ranks share is subtracted: a slow host is not a straggler. A level that
 high is a straggler, and the step in which it rose is the onset. A level that was always high is a
 property of the model, not a fault, unless it is too high for that.
 
-Two kinds of slowness never make a level rise. A stall in one microbatch of each step is trimmed
+Three kinds of slowness never make a level rise. A stall in one microbatch of each step is trimmed
 away, so the difference between a rank's total compute and its typical microbatch is also watched as
-a level. And a slow creep has no onset step, so levels are compared with those of the first steps
-(`creep`).
+a level. So is a rank's time outside of its microbatches in which it does not wait for others: it
+logs, reads a file, sorts a list. And a slow creep has no onset step, so levels are compared with
+those of the first steps (`creep`).
 """
 
 from __future__ import annotations
@@ -49,12 +50,16 @@ RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers ar
 STEPS_BETWEEN_CHRONIC_CHECKS = 8
 ALIKE = 0.2  # relative change of a slowdown that is too small to report again
 
-Way = Literal["steady", "stalls", "creeps"]
+Way = Literal["steady", "stalls", "host", "creeps"]
 _WAYS: dict[Way, str] = {
     "steady": "has been {slowdown:.2f}x slower than {whom} since step {onset}",
     "stalls": (
         "has been {slowdown:.2f}x slower than {whom} since step {onset} (single microbatches stall "
         "in every step)"
+    ),
+    "host": (
+        "has been {slowdown:.2f}x slower than {whom} since step {onset} (in host code outside of "
+        "its forwards and backwards)"
     ),
     "creeps": "has gradually become {slowdown:.2f}x slower than {whom} since about step {onset}",
 }
@@ -88,7 +93,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
     """Finding kind `straggler`.
 
     Fingerprints `straggler:RANK`, `straggler:node:NODE` and `straggler:stage:STAGE`;
-    `straggler:stalls:...` for stalls in single microbatches; `straggler:chronic:RANK` for advice.
+    `straggler:stalls:...` for stalls in single microbatches, `straggler:host:...` for time outside
+    of microbatches; `straggler:chronic:RANK` for advice.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (STRAGGLER,)
@@ -104,7 +110,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         self._stages = topology.pp
         self._units = SlowUnits(generation)
         self._loads = ComputeLoads(topology)
-        self._levels, self._stalls = (
+        self._levels, self._stalls, self._host = (
             PeerLevels(
                 topology.world_size,
                 smallest=math.log(policy.straggler_slowdown),
@@ -112,7 +118,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
                 resolution=RESOLUTION,
                 is_spiky=is_spiky,
             )
-            for is_spiky in (False, True)
+            for is_spiky in (False, True, True)
         )
         self._creep = Creep(
             generation,
@@ -123,6 +129,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         # Levels relative to the stage's other ranks, for slowness from the first step on.
         self._against_peers: deque[Floats] = deque(maxlen=KEPT)
         self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
+        self._own_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)  # with those of the host
         self._steps: deque[_ComputeStep] = deque(maxlen=KEPT)
         self._chronic: dict[int, Finding] = {}
 
@@ -140,8 +147,10 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         typical = load.typical()
         self._levels.push(typical)
         self._stalls.push(load.total - typical)
+        self._host.push(load.with_host())
         self._against_peers.append(self._relative_to_peers(typical))
         self._self_seconds.append(load.self_seconds)
+        self._own_seconds.append(load.self_seconds + load.host_seconds)
         ranks = timing.ranks
         started_ns = int(ranks.start_ns.min()) if ranks.rank.size else 0
         seconds = float(np.median(ranks.step_seconds)) if ranks.rank.size else math.nan
@@ -162,7 +171,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         new: dict[str, _ReportedStraggler] = {}
         for active in (*self._risen("steady", self._levels), *self._crept()):
             new[active.unit.fingerprint] = active
-        for active in self._risen("stalls", self._stalls):
+        for active in (*self._risen("stalls", self._stalls), *self._risen("host", self._host)):
             new[active.unit.fingerprint] = active
         now_ns = self._steps[-1].ended_ns
         return [self.report(active, observation) for active in new.values() if active.lasts(now_ns)]
@@ -170,14 +179,14 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()
         for shift in levels.rises():
-            if shift.series not in done and (way != "stalls" or self._lasts(shift)):
+            if shift.series not in done and (way == "steady" or self._lasts(levels, shift)):
                 active = self._begin(way, levels, shift)
                 done.update(active.unit.ranks)
                 yield active
 
-    def _lasts(self, shift: Shift) -> bool:
+    def _lasts(self, levels: PeerLevels, shift: Shift) -> bool:
         """Return whether stalls are too frequent to be chance, and not explained yet."""
-        accidents = self._stalls.accidents(shift)
+        accidents = levels.accidents(shift)
         return (
             not self._levels.explained[shift.series]
             and accidents <= self.settings.false_alarms_per_step
@@ -187,9 +196,9 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         beside = self._units.beside(shift.series)
         slow = {shift.series, *levels.joined(beside, shift)}
         unit = self._units.name(shift.series, slow)
-        if way == "stalls":
+        if way in ("stalls", "host"):
             name = unit.fingerprint.removeprefix("straggler:")
-            unit = replace(unit, fingerprint=f"straggler:stalls:{name}")
+            unit = replace(unit, fingerprint=f"straggler:{way}:{name}")
         before = self.reported.get(unit.fingerprint)
         if before is not None:
             levels.worsen(before.rise, shift.steps)
@@ -350,10 +359,12 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         """Return the verdict as of the newest step."""
         unit, before = active.unit, active.finding
         slowdown = self.slowdown(active)
-        own = column_medians(np.array(self._self_seconds)[:, list(unit.ranks)])
+        is_host = active.way == "host"
+        seconds = self._own_seconds if is_host else self._self_seconds
+        own = column_medians(np.array(seconds)[:, list(unit.ranks)])
         self_seconds = float(np.nan_to_num(own).max())
         speedup = None
-        if observation.replay is not None:
+        if observation.replay is not None and not is_host:  # it replays microbatches
             speedup = observation.replay.speedup(ranks=unit.ranks, since_step=before.onset_step)
         cost_ratio = self._cost_ratio(self_seconds * (1.0 - 1.0 / slowdown), speedup)
         diagnosis = self.diagnose(active, slowdown, observation)
@@ -362,7 +373,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         speed = "the speed of its peers" if has_peers else "its usual speed"
         how = _WAYS[active.way].format(slowdown=slowdown, whom=whom, onset=before.onset_step)
         measured = Evidence(
-            f"compute time {self_seconds * 1e3:.0f} ms per step since step {before.onset_step}; "
+            f"{'own' if is_host else 'compute'} time {self_seconds * 1e3:.0f} ms per step since "
+            f"step {before.onset_step}; "
             f"{self_seconds / slowdown * 1e3:.0f} ms at {speed}",
             "self_seconds",
             self_seconds,
