@@ -199,12 +199,14 @@ class _Tables:
     def _shared_seconds(self, chain: list[int], coupled: bool) -> Seconds:
         """Return the time of an operation beyond the rank's own. [operation, step, dp rank]
 
-        This is the minimum over the ranks that wait for each other (tp ranks; dp ranks too if
-        `coupled`). The rank with the minimum arrived last and did not wait.
+        This is the minimum over the ranks that wait for each other: tp ranks; dp ranks too if
+        `coupled`, or if there are no tp ranks to wait for, as in the backward in which
+        DistributedDataParallel reduces. The rank with the minimum arrived last and did not wait.
         """
         beyond_own = self.end[chain] - self.start[chain] - self.self_seconds[chain]
         beyond_own = np.where(np.isnan(beyond_own), np.inf, beyond_own)
-        least = beyond_own.min(axis=(2, 3) if coupled else 3, keepdims=True)
+        among_dp = coupled or self.layout.tp == 1
+        least = beyond_own.min(axis=(2, 3) if among_dp else 3, keepdims=True)
         least = fill(np.where(np.isinf(least), np.nan, least))
         shared = np.broadcast_to(least[..., 0], beyond_own.shape[:3])
         return np.maximum(shared, 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from played_run import PlayedRun
+from played_run import REDUCTION_SECONDS, PlayedRun
 
 from paceline_server.steps.timing import CollectiveTimes, ComputeTimes, StepTiming, TransferTimes
 from paceline_server.whatif.online import RunReplay
@@ -18,6 +18,7 @@ from paceline_wire.topology import Topology
 
 PIPELINE = Topology(dp=2, pp=4, tp=1)
 ALL_AXES = Topology(dp=2, pp=2, tp=2)
+DATA_PARALLEL = Topology(dp=4)
 
 
 def measured(topology: Topology, **run: Any) -> tuple[RunReplay, float]:
@@ -465,6 +466,25 @@ def test_prediction_holds_if_dp_ranks_synchronize_in_every_operation() -> None:
     )
     assert true > 1.3
     assert RunReplay(joined, topology, {}).speedup(ranks=[2]) == pytest.approx(true, rel=0.03)
+
+
+def reduced_in_backward(timing: StepTiming) -> StepTiming:
+    """Let the last backward end with the reduction, as with DistributedDataParallel."""
+    compute = timing.compute
+    end_ns = compute.end_ns.copy()
+    last = (compute.microbatch == compute.microbatch.max()) & (compute.op == Op.BACKWARD)
+    end_ns[last] = end_ns[last].max() + int(REDUCTION_SECONDS * 1e9)
+    return replace(timing, compute=replace(compute, end_ns=end_ns))
+
+
+def test_prediction_holds_if_the_last_backward_contains_the_reduction() -> None:
+    run = PlayedRun(DATA_PARALLEL, jitter=0.02, microbatches=2, slow={2: 1.5})
+    timings, seconds = run.play()
+    _, healthy = PlayedRun(DATA_PARALLEL, jitter=0.02, microbatches=2).play()
+    replay = RunReplay([reduced_in_backward(timing) for timing in timings], DATA_PARALLEL, {})
+    true = float(seconds.mean() / healthy.mean())
+    assert true > 1.3
+    assert replay.speedup(ranks=[2]) == pytest.approx(true, rel=0.03)
 
 
 def test_simulated_timings_have_the_fields_of_the_step_model() -> None:
