@@ -1,21 +1,27 @@
-"""The agent, and the local server, that run beside one command of `paceline watch`.
+"""The agent, and the local server, that run beside the commands of `paceline watch`.
 
-A process of its own starts them and ends them with the command. It is no child of the command and
-has another session, so neither Ctrl-C nor a `wait` of the command reaches it. It reports over its
-standard output, a pipe: "ready" once ranks find the agent, or a sentence that says why not.
+A process of its own starts them for the first command and ends them with the last one. It is no
+child of a command and has another session, so neither Ctrl-C nor a `wait` of a command reaches it.
+It reports over its standard output, a pipe: "ready" once ranks find the agent, or a sentence that
+says why not.
+
+Each command is registered as a file in the directory `watch` of the user's state. The lock of that
+directory is held while commands are registered and while the agent ends, so that no command relies
+on an agent that is about to end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline_wire.node_directory import RINGS, is_in_use
@@ -25,7 +31,7 @@ READY = "ready"
 START_SECONDS = 60.0  # for the agent, on a busy machine
 STOP_SECONDS = 15.0  # for the agent to send its remaining data, and for the server to store it
 POLL_SECONDS = 0.05
-RANKS_POLL_SECONDS = 1.0
+END_POLL_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,12 +76,49 @@ def free_port(wanted: int) -> int:
     raise OSError("no TCP port is free on 127.0.0.1")
 
 
-def main(pid: int, node_directory: Path, logs: Path, agent: list[str], server: list[str]) -> None:
-    """Run the programs until the process `pid` has ended; `server` may be empty.
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of the directory `watch`."""
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
-    Other ranks on this node that began meanwhile are recorded to their end, too.
+
+def register(directory: Path, pid: int) -> None:
+    """Have the agent run until this process has ended."""
+    commands = directory / "commands"
+    commands.mkdir(mode=0o700, exist_ok=True)
+    (commands / str(pid)).write_text(_started(pid), encoding="ascii")
+
+
+def _has_commands(directory: Path) -> bool:
+    """Return whether a registered process is alive; forget the others."""
+    for path in (directory / "commands").glob("*"):
+        if path.read_text(encoding="ascii") == _started(int(path.name)):
+            return True
+        path.unlink()
+    return False
+
+
+def _started(pid: int) -> str:
+    """Return when a process started, in the kernel's unit; empty if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    state, *fields = stat[stat.rindex(")") + 2 :].split()
+    return "" if state in "ZX" else fields[18]
+
+
+def main(node_directory: Path, logs: Path, agent: list[str], server: list[str]) -> None:
+    """Run the programs until all commands and all ranks on this node have ended.
+
+    Args:
+        node_directory: of the agent.
+        logs: the directory `watch`.
+        agent: command of the agent.
+        server: command of the server; may be empty.
     """
-    watched = os.pidfd_open(pid)
     running = []
     if server:
         running.append(_start(server, logs / "server.log"))
@@ -83,9 +126,16 @@ def main(pid: int, node_directory: Path, logs: Path, agent: list[str], server: l
     try:
         print(_await_agent(running[0], node_directory, logs / "agent.log"), flush=True)
         os.dup2(0, 1)  # the reader's pipe ends: the command does not inherit it
-        select.select([watched], [], [])
-        while running[0].poll() is None and _has_ranks(node_directory / RINGS):
-            time.sleep(RANKS_POLL_SECONDS)
+        while True:
+            time.sleep(END_POLL_SECONDS)
+            with locked(logs):
+                if running[0].poll() is None and (
+                    _has_commands(logs) or _has_ranks(node_directory / RINGS)
+                ):
+                    continue
+                for process in running:
+                    _stop(process)
+                return
     finally:
         for process in running:
             _stop(process)
@@ -140,10 +190,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    _pid, _node_directory, _logs, *_commands = sys.argv[1:]
+    _node_directory, _logs, *_commands = sys.argv[1:]
     _separator = _commands.index("--")
     main(
-        int(_pid),
         Path(_node_directory),
         Path(_logs),
         _commands[:_separator],

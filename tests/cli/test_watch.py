@@ -132,6 +132,34 @@ def test_an_agent_runs_as_long_as_the_command(tmp_path: Path, node: Path) -> Non
     wait_until_ended(node)
 
 
+def test_an_agent_runs_until_the_last_command_has_ended(tmp_path: Path, node: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+
+    def start(go_on: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "paceline_cli", "watch", "--server", url, "--"]
+        return subprocess.Popen(
+            [*command, "sh", "-c", f"until test -e {go_on}; do sleep 0.1; done; exit 7"],
+            env=environment(tmp_path, PACELINE_AGENT_NODE_DIRECTORY=str(node)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    with start(tmp_path / "first") as first, start(tmp_path / "second") as second:
+        assert first.stderr is not None
+        assert second.stderr is not None
+        own = f"dashboard: {url} (an agent runs until the training ends)"
+        found = f"recorded by the agent of this node, {node.name}; dashboard: {url}"
+        lines = {first.stderr.readline(), second.stderr.readline()}
+        assert lines == {f"paceline: {own}\n", f"paceline: {found}\n"}
+        (tmp_path / "first").touch()
+        assert first.wait(60) == 7
+        time.sleep(3.0)  # the agent would have ended
+        assert is_in_use(node)
+        (tmp_path / "second").touch()
+        assert second.wait(60) == 7
+    wait_until_ended(node)
+
+
 @pytest.mark.campaign
 def test_a_training_is_shown_and_everything_ends_with_it(tmp_path: Path, node: Path) -> None:
     """SIGTERM reaches torchrun, which ends its ranks; then agent and server end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -18,7 +17,13 @@ from paceline_cli import companions
 from paceline_cli.options import server_options
 from paceline_wire.address import SERVER_PORT, is_http_address
 from paceline_wire.local_token import state_directory
-from paceline_wire.node_directory import MEMORY, PREFIX, RINGS, rings_of_running_agents
+from paceline_wire.node_directory import (
+    MEMORY,
+    PREFIX,
+    RINGS,
+    is_in_use,
+    rings_of_running_agents,
+)
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 RING_DIRECTORY = "PACELINE_RING_DIRECTORY"
@@ -41,8 +46,8 @@ def watch(ctx: click.Context, server: str, token: str | None, command: tuple[str
     srun paceline watch --server https://HOST:8470 -- python train.py
 
     Sets PACELINE=1 and becomes COMMAND: signals, output and exit status are its own. If no agent
-    runs on this node, one is started for as long as COMMAND runs; without --server, and without a
-    server on this machine, a server too. Its dashboard shows the job.
+    runs on this node, one is started for as long as COMMAND and others like it run; without
+    --server, and without a server on this machine, a server too. Its dashboard shows the job.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -80,13 +85,21 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
         return f"recorded by the agent with the rings {given}"
     logs = state_directory(os.environ) / "watch"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (logs / "lock").open("w") as lock:
-        # Several tasks of one node, as srun starts them, begin at the same time.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if NODE_DIRECTORY not in environment and (found := rings_of_running_agents()):
+    with companions.locked(logs):  # srun starts several tasks of one node at the same time
+        companions.register(logs, os.getpid())
+        if found := _running_agents(environment):
+            if NODE_DIRECTORY in environment:
+                environment[RING_DIRECTORY] = str(found[0])
             where = f"; dashboard: {server}" if chosen or _responds(server) else ""
             return f"recorded by the agent of this node, {found[0].parent.name}{where}"
         return _start(environment, server, token, chosen, logs)
+
+
+def _running_agents(environment: dict[str, str]) -> list[Path]:
+    """Return the directories of rings that agents of this node read."""
+    if (given := environment.get(NODE_DIRECTORY)) is None:
+        return rings_of_running_agents()
+    return [Path(given) / RINGS] if is_in_use(Path(given)) else []
 
 
 def _start(
@@ -120,7 +133,7 @@ def _start(
     own = {name: value for name, value in environment.items() if name != "PACELINE"}
     if token:
         own["PACELINE_AGENT_TOKEN"] = token
-    arguments = [str(os.getpid()), str(directory), str(logs), *agent_command, "--", *server_command]
+    arguments = [str(directory), str(logs), *agent_command, "--", *server_command]
     with open(companions.launch(arguments, own), encoding="utf-8", errors="replace") as report:
         answer = report.readline().strip()
     if answer != companions.READY:
