@@ -227,6 +227,7 @@ class Agent:
     async def _drain(self) -> None:
         await self._supervisor.stop_all(RANKS_GRACE_SECONDS, drained=True)
         self._rings.poll()
+        self._rings.report_ended()
         self._packer.flush()
         while len(self._spool):
             await asyncio.sleep(0.02)

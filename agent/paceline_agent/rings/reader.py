@@ -231,6 +231,12 @@ class Rings:
         rings = list(self._attached.values())
         return [_local_rank(attached.reader.identity, attached.pid) for attached in rings]
 
+    def report_ended(self) -> None:
+        """Report now the ranks whose process has ended, without waiting for what torchrun says."""
+        for attached in list(self._attached.values()):
+            if attached.key not in self.supervised and self._has_ended(attached):
+                self._finish_external(attached)
+
     def close(self) -> None:
         """Detach all rings; their files stay."""
         for attached in list(self._attached.values()):
@@ -360,10 +366,12 @@ class Rings:
         elif process_status(self._procfs_root, attached.pid) is not None:
             attached.seen_alive = True
             self._read(attached, state_is_due)
-        elif (attached.seen_alive or self._has_final_status(attached)) and not self._awaits_ending(
-            attached
-        ):
+        elif self._has_ended(attached) and not self._awaits_ending(attached):
             self._finish_external(attached)
+
+    def _has_ended(self, attached: _AttachedRing) -> bool:
+        is_gone = process_status(self._procfs_root, attached.pid) is None
+        return is_gone and (attached.seen_alive or self._has_final_status(attached))
 
     def _has_final_status(self, attached: _AttachedRing) -> bool:
         """Return whether a rank whose process was never seen reports its end itself.

@@ -276,6 +276,20 @@ def test_a_launcher_that_reports_nothing_is_not_waited_for(
     assert exited.exit_code is None
 
 
+def test_an_agent_that_stops_reports_the_ends_so_far(bench: Bench) -> None:
+    """`paceline watch` ends its agent right after the command, which ended with its ranks."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    torchrun = {"launcher": "torchrun"}
+    ended = Writer(bench.directory, rank=0, pid=process.pid, metadata=torchrun)
+    Writer(bench.directory, rank=1, metadata=torchrun)
+    bench.poll()
+    write_ending(ended.path, Ending(error="ValueError: of the rank"))
+    process.communicate(b"\n")
+    bench.rings.report_ended()
+    exits = [event for event in bench.poll()[0] if isinstance(event, RankExited)]
+    assert [(event.rank, event.log_tail) for event in exits] == [(0, "ValueError: of the rank")]
+
+
 _CONTAINED = """
 import sys
 from pathlib import Path

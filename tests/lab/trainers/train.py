@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 WIDTH = 128
 LAYERS = 8
@@ -229,8 +230,8 @@ IN_STEP: dict[str, Callable[[], None]] = {
 }
 
 
-class Loader:
-    """Batches without end; their length varies."""
+class Batches(IterableDataset[torch.Tensor]):
+    """Batches without end; each takes a millisecond."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -253,7 +254,7 @@ def main() -> None:
     if (axes := AXES.get(trainer)) is not None:
         shape = (world_size,) if len(axes) == 1 else (2, world_size // 2)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    loader: Iterable[torch.Tensor] = Loader(100_000)
+    loader: Iterable[torch.Tensor] = DataLoader(Batches(100_000), batch_size=None)
     if os.environ.get("LINES", "1") == "1":
         paceline = importlib.import_module("paceline")
         paceline.init(mesh=mesh)
