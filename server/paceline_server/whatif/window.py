@@ -100,7 +100,8 @@ class _Tables:
         self.receive_start = self._timestamps(transfers, op, "receive_start_ns")
         self.transfer_end = self._timestamps(transfers, op, "end_ns")
         self.transfer_seconds = self._scatter(transfers, op, transfers.seconds)
-        self.step_start, self.step_end, self.optimizer_seconds = self._ranks()
+        self.step_start, self.step_end, self.optimizer_seconds, *rest = self._ranks()
+        self.rank_seconds, self.data_seconds = rest
 
     def _timestamps(self, columns: StepColumns, op: Ints, name: str) -> Seconds:
         step = columns.cell // self.layout.replicas
@@ -152,11 +153,12 @@ class _Tables:
         )
 
     def _ranks(self) -> list[Seconds]:
-        """Return start and end of the step, and the time of the optimizer and checkpoint.
+        """Return start and end of the step, and the times of the optimizer with the checkpoint, of
+        the rank's own work, and of its wait for data.
 
         Each is [stage, step, dp rank, tp rank].
         """
-        tables = np.full((3, self.layout.topology.pp, *self.cells), np.nan)
+        tables = np.full((5, self.layout.topology.pp, *self.cells), np.nan)
         for step, timing in enumerate(self.timings):
             ranks = timing.ranks
             known = self.layout.known(ranks.rank)
@@ -168,6 +170,8 @@ class _Tables:
                     (ranks.start_ns - self.base_ns[step]) / 1e9,
                     (ranks.end_ns - self.base_ns[step]) / 1e9,
                     ranks.optimizer_seconds + ranks.checkpoint_seconds,
+                    ranks.self_seconds + ranks.host_seconds,
+                    ranks.data_wait_seconds,
                 ),
                 strict=True,
             ):
@@ -235,6 +239,8 @@ class _Tables:
 
         The recorded time of the reduction and the exchange includes waiting for other ranks. The
         rank with the shortest time arrived last and did not wait, so its time is used for all.
+        In a job of one stage, a rank's own time outside of compute operations, which a script does
+        not mark or torch does not show, follows its last one.
         """
         order = self.order
         after_compute = np.empty((len(order.compute), *self.cells))
@@ -246,6 +252,12 @@ class _Tables:
             own[order.data_wait[stage]] = np.maximum(first - self.step_start[stage], 0.0)
             own[order.optimizer[stage]] = self.optimizer_seconds[stage]
             compute_end = self._last_end(chain, own[chain] + shared[chain][..., None])
+            if len(order.compute) == 1:
+                before = np.maximum(own[order.data_wait[stage]] - self.data_seconds[stage], 0.0)
+                outside = self.rank_seconds[stage] - before - own[chain].sum(axis=0)
+                outside = np.maximum(np.nan_to_num(outside), 0.0)
+                own[chain[-1]] += outside
+                compute_end += outside
             for transfer in order.blocking_sends.get(order.reduction[stage], ()):
                 compute_end = np.fmax(compute_end, self.send_end[transfer])
             since_compute = self.step_end[stage] - compute_end

@@ -487,6 +487,39 @@ def test_prediction_holds_if_the_last_backward_contains_the_reduction() -> None:
     assert replay.speedup(ranks=[2]) == pytest.approx(true, rel=0.03)
 
 
+@pytest.mark.parametrize("kind", ["self_seconds", "host_seconds"])
+def test_prediction_includes_a_ranks_own_time_after_its_compute(kind: str) -> None:
+    """A script that reduces its gradients itself, and sleeps before that on one rank."""
+
+    def play(late: float) -> tuple[list[StepTiming], float]:
+        run = PlayedRun(DATA_PARALLEL, jitter=0.02, microbatches=2)
+        timings, seconds = run.play()
+        late_ns = int(late * 1e9)
+        for index, timing in enumerate(timings):
+            ranks = timing.ranks
+            compute = np.bincount(timing.compute.rank, timing.compute.self_seconds)
+            own = {"self_seconds": compute} | {kind: compute * (kind == "self_seconds")}
+            own[kind] = own[kind] + late * (ranks.rank == 2)
+            timings[index] = replace(
+                timing,
+                ranks=replace(
+                    ranks,
+                    **own,
+                    end_ns=ranks.end_ns + late_ns,
+                    step_seconds=ranks.step_seconds + late,
+                ),
+            )
+        return timings, float(seconds.mean()) + late
+
+    timings, seconds = play(0.06)
+    _, healthy = play(0.0)
+    replay = RunReplay(timings, DATA_PARALLEL, {})
+    assert replay.analysis is not None
+    assert replay.analysis.original_seconds == pytest.approx(seconds, rel=0.01)
+    assert replay.speedup(ranks=[2]) == pytest.approx(seconds / healthy, rel=0.03)
+    assert replay.speedup(ranks=[0]) == pytest.approx(1.0, abs=0.015)
+
+
 def test_simulated_timings_have_the_fields_of_the_step_model() -> None:
     timings, _ = PlayedRun(ALL_AXES).play()
     for table in (timings[0].compute, timings[0].transfers, timings[0].collectives):

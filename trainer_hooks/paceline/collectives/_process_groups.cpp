@@ -495,17 +495,17 @@ class Recorder {
         if (!owns())
             return;
         const uint64_t place = call.group << 32 | call.peer;
-        if (call.in_action) {
-            const uint64_t depth = s.state[STATE_DEPTH];
-            if (depth > 0 && depth <= FRAMES) {
-                uint64_t *frame = s.state + STATE_FRAMES + (depth - 1) * FRAME_WORDS;
+        const uint64_t depth = s.state[STATE_DEPTH];
+        if (call.in_action && depth > 0 && depth <= FRAMES) {
+            uint64_t *frame = s.state + STATE_FRAMES + (depth - 1) * FRAME_WORDS;
+            if (frame[0] == call.op && frame[1] <= call.started) { /* its action is still open */
                 frame[2] = place;
                 frame[3] = call.sequence;
+                return;
             }
-        } else {
-            call.depth = s.push(s.writer, call.op, now, place, call.sequence);
-            call.has_frame = true;
         }
+        call.depth = s.push(s.writer, call.op, now, place, call.sequence);
+        call.has_frame = true;
     }
 
     void hide(Call &call)
