@@ -6,16 +6,25 @@ import contextlib
 from collections.abc import Iterator
 
 from paceline.collectives.native import Library
+from paceline.torch_events import TorchEvents
 
 
 @contextlib.contextmanager
 def torch_alone() -> Iterator[None]:
-    """Run without what the hooks have installed in torch."""
-    library = Library.load()
+    """Run without what the hooks have installed in torch.
+
+    The functions of torch that recognition has replaced stay so, but pass each call on at once.
+    """
+    library, events = Library.load(), TorchEvents.get()
     if library is None:
         raise RuntimeError("run `python -m paceline.collectives` first: the library is not built")
+    reported = events.recognition, events.recorder, events.checkpoint
     library.detach()
+    events.stop()
     try:
         yield
     finally:
         library.attach()
+        recognition, recorder, checkpoint = reported
+        if recognition is not None and recorder is not None and checkpoint is not None:
+            events.start(recognition, recorder, checkpoint)

@@ -83,7 +83,9 @@ class Recognition:
 
     def iteration_begins(self) -> None:
         """`paceline.steps` is about to fetch a batch."""
-        self._drop_forward()
+        if self._forward_event is not None:
+            self._drop_forward()
+        self._forward_ns = 0
         if self._evaluation.is_open:
             self._end_evaluation()
 
@@ -165,17 +167,9 @@ class Recognition:
         self._backward_depth += 1
         if self._backward_depth > 1:
             return
-        loop = self._loop
-        if self._fetched:
-            self._learn_loaders()
-        if self._evaluation.is_open:
-            self._reject_evaluation()
-        if not loop.is_open:
-            if loop.is_explicit:
-                return
-            loop.begin_step()
-        loop.backwards += 1
-        if IN_BACKWARD in loop.optimizer_calls:
+        if not self._count_backward():
+            return
+        if IN_BACKWARD in self._loop.optimizer_calls:
             self._end_repeated_cycle(IN_BACKWARD)
         session = self._session
         if session.marks_compute():
@@ -198,6 +192,25 @@ class Recognition:
             self._optimized(IN_BACKWARD)
         self._begin_forward()
 
+    def backward_ran(self) -> None:
+        """A backward pass of which the begin was not seen has ended."""
+        if not self._backward_depth:
+            self._count_backward()
+
+    def _count_backward(self) -> bool:
+        """Count a backward pass in its step. Return False if it is outside of the marked steps."""
+        loop = self._loop
+        if self._fetched:
+            self._learn_loaders()
+        if self._evaluation.is_open:
+            self._reject_evaluation()
+        if not loop.is_open:
+            if loop.is_explicit:
+                return False
+            loop.begin_step()
+        loop.backwards += 1
+        return True
+
     def _learn_loaders(self) -> None:
         """Mark the loaders whose batches this backward pass comes from.
 
@@ -212,7 +225,8 @@ class Recognition:
     # Forward
 
     def _begin_forward(self) -> None:
-        self._drop_forward()
+        if self._forward_event is not None:
+            self._drop_forward()
         timer = self._session.timer
         self._forward_event = None if timer is None else timer.mark()
         self._forward_ns = perf_counter_ns()
@@ -287,7 +301,7 @@ class Recognition:
         loop.has_optimized = True
         loop.optimizer_calls.append(optimizer)
         loop.optimized_ns = perf_counter_ns()
-        if self._counts_optimizers() and tuple(loop.optimizer_calls) == self._cycle:
+        if self._cycle and self._counts_optimizers() and tuple(loop.optimizer_calls) == self._cycle:
             loop.end_step()
             loop.begin_step()
 
@@ -367,14 +381,10 @@ class Recognition:
 class _Evaluation:
     """A possible evaluation, until it is recorded or rejected."""
 
-    __slots__ = ("exhausted", "module", "start_ns")
+    __slots__ = ("exhausted", "is_open", "module", "start_ns")
 
     def __init__(self, start_ns: int = 0) -> None:
         self.start_ns = start_ns
+        self.is_open = start_ns > 0  # it has begun
         self.module: Any = None  # was switched to `eval()`
         self.exhausted = False  # its loader has no further batch
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether it has begun."""
-        return self.start_ns > 0

@@ -98,7 +98,7 @@ class ScheduleRecognizer:
                 with action:
                     result = original(stage, *args, **kwargs)
                 if op == Op.BACKWARD and self._backwards() == before:
-                    self._count_backward()  # torch.autograd.grad: no backward pass was seen
+                    self._count_backward()
                 return result
 
             return run
@@ -131,7 +131,7 @@ class ScheduleRecognizer:
     def _count_backward(self) -> None:
         session = self._find_session()
         if session is not None:
-            session.loop.backwards += 1
+            session.guard(session.backward_ran)
 
     def _usable(self) -> Session | None:
         """Return the session if this thread trains and the script does not annotate itself."""

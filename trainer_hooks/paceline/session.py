@@ -79,6 +79,7 @@ class Session:
         self.command: Control | None = None
         self.answered = 0  # id of the last command with a final answer
         self.has_place = False  # the script gave this rank's coordinates
+        self._marks_compute = False
         self.annotates = False  # the script calls `paceline.pipelining` itself
         self.given: frozenset[str] = frozenset()  # keys of the metadata that the script passed
         self._described: dict[str, str] = {}
@@ -197,10 +198,7 @@ class Session:
 
     def marks_compute(self) -> bool:
         """Return whether the script, or a recognized schedule, times forwards and backwards."""
-        return any(
-            self.actions[op] or self.sized_actions[op] or self.recognized_actions[op]
-            for op in COMPUTE_OPS
-        )
+        return self._marks_compute
 
     # Recognition
 
@@ -218,6 +216,13 @@ class Session:
             self._events.stop()
             self._events = None
             self.loop.watcher = None
+
+    def backward_ran(self) -> None:
+        """A pipeline schedule ran a backward pass with `torch.autograd.grad`, which torch's events
+        do not contain."""
+        if self._events is not None:
+            self._events.watch_optimizers()
+            self.recognition.backward_ran()
 
     def step_ended(self) -> None:
         """Describe what was recognized, after some of the first steps."""
@@ -291,6 +296,7 @@ class Session:
         else:
             action = Transfer(*arguments) if is_transfer else Pipelining(*arguments)
         self.created += 1
+        self._marks_compute = self._marks_compute or op in COMPUTE_OPS
         return action
 
     # The session

@@ -46,6 +46,7 @@ class TorchEvents:
         self.checkpoint: StatusSection | None = None
         self._owner = 0
         self._seen_modules: set[str] = set()
+        self._known_modules = 0  # number of loaded modules when they were searched
         self._stepped = 0  # optimizer steps, of any thread
         self._watches_optimizers = False
         # Torch marks the `step` of each class of which an optimizer was created.
@@ -79,6 +80,9 @@ class TorchEvents:
 
     def watch_modules(self) -> None:
         """Replace the functions of modules that save checkpoints, once each is loaded."""
+        if len(sys.modules) == self._known_modules:
+            return
+        self._known_modules = len(sys.modules)
         for name, functions in CHECKPOINT_MODULES:
             module = sys.modules.get(name)
             if module is None or name in self._seen_modules:
@@ -107,8 +111,10 @@ class TorchEvents:
 
         return patch_step_function
 
-    def _watch_optimizers(self) -> None:
-        """Register the hooks; not in the constructor, which an optimizer hook may have called."""
+    def watch_optimizers(self) -> None:
+        """Register the hooks, once; not in the constructor, which an optimizer hook may call."""
+        if self._watches_optimizers:
+            return
         optimizers: Any = sys.modules["torch.optim.optimizer"]
         optimizers.register_optimizer_step_pre_hook(_not_compiled(self._optimizer_begins))
         optimizers.register_optimizer_step_post_hook(_not_compiled(self._optimizer_ends))
@@ -150,7 +156,7 @@ class TorchEvents:
             if recognition is None or get_ident() != self._owner:
                 return original(*args, **kwargs)
             if not self._watches_optimizers:
-                self._report(self._watch_optimizers)
+                self._report(self.watch_optimizers)
             self._report(recognition.backward_begins)
             try:
                 return original(*args, **kwargs)

@@ -5,6 +5,7 @@ from timed_run import FORWARD_SECONDS, Noise, TimedRun, subjects
 
 from paceline_server.detect.straggler.detector import StragglerDetector
 from paceline_server.detect.transient_stall.detector import TransientStallDetector
+from paceline_server.detect.transient_stall.settings import TransientStallSettings
 from paceline_wire.topology import Topology
 
 DEMO = Topology(2, 2, 2)
@@ -28,6 +29,18 @@ def test_a_stall_is_reported_when_it_is_over(steps, lengths):
     assert found.onset_step == 40
     assert (found.severity, found.persistence) == ("info", "transient")
     assert not found.suspects_node
+
+
+def test_a_stall_as_short_as_a_busy_host_makes_them_is_not_reported():
+    run = watched(DEMO, 3, noise=Noise(outliers=0.0))
+    settings = TransientStallSettings(least_seconds=0.6 * STEP_SECONDS)
+    run._detectors = [TransientStallDetector(run.generation, run.policy, settings)]
+    run.advance(40)
+    for share, reports in ((0.4, 0), (0.8, 1)):
+        run.stalled = {5: share * STEP_SECONDS}
+        run.advance(1)
+        run.stalled = {}
+        assert len(run.advance(20)) == reports
 
 
 def test_a_stall_of_all_microbatches_is_a_transient_stall():

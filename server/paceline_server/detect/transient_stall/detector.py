@@ -106,7 +106,8 @@ class TransientStallDetector(Detector):
         settings = self.settings
         worst = max(max(self._worst, default=np.inf), self._usual_share(step))
         least = max(settings.share, settings.over_worst * worst)
-        stalled = set(np.flatnonzero(share >= least).tolist())
+        is_stall = (share >= least) & (excess >= settings.least_seconds)
+        stalled = set(np.flatnonzero(is_stall).tolist())
         if len(stalled) > max(1.0, settings.most_ranks_share * share.size):
             stalled = set()  # caused by the host, network or file system that they share
         for rank in stalled:

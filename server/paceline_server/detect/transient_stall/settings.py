@@ -14,6 +14,8 @@ class TransientStallSettings:
     baseline_steps: int = BASELINE_STEPS
     # Share of a step that a stall must take ...
     share: float = 0.2
+    # ... its length (a busy host delays any process by some time slices of its scheduler) ...
+    least_seconds: float = 0.02
     # ... and how many times the worst of the earlier steps it must be: step times have heavy tails.
     over_worst: float = 1.25
     # The finding is cleared after this many steps without another stall, long enough for a person
