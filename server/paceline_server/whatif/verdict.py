@@ -20,7 +20,7 @@ EXPLAINS = 0.5
 class ReplayVerdict:
     """The verdict of a replay.
 
-    `kind`: none, slow_worker, stage_imbalance, slow_dp_rank, sequence_variance,
+    `kind`: none, slow_worker, stage_imbalance, slow_dp_rank, sequence_variance, slow_data,
     slow_communication, host_pauses or unexplained. `target`: the slow part of the job, if any.
     """
 
@@ -153,6 +153,12 @@ def _operation_type(analysis: Analysis) -> ReplayVerdict:
         why = (
             f"{worst} pauses some workers while the others wait and causes {_percent(share)} of "
             "the slowdown: run it in the same step on all ranks"
+        )
+    elif worst == ops.DATA_WAIT:
+        kind = "slow_data"
+        why = (
+            f"data arrives late on changing ranks and causes {_percent(share)} of the slowdown: "
+            "check the data loaders and their storage"
         )
     else:
         kind = "slow_communication"

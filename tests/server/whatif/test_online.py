@@ -287,6 +287,18 @@ def test_verdict_distinguishes_late_data_from_a_slow_node() -> None:
     assert judge(slow).text.endswith("check the node.")
 
 
+def test_data_that_is_late_on_changing_ranks_is_not_blamed_on_the_network() -> None:
+    timings = []
+    for step in range(4):
+        run = PlayedRun(DATA_PARALLEL, steps=step + 1, data_seconds={step: 0.2})
+        timings.append(run.play()[0][step])
+    replay = RunReplay(timings, DATA_PARALLEL, {})
+    assert replay.analysis is not None
+    verdict = judge(replay.analysis)
+    assert (verdict.kind, verdict.target) == ("slow_data", "data-wait")
+    assert "check the data loaders" in verdict.text
+
+
 def test_healthy_run_has_no_fixes_with_a_gain() -> None:
     replay, _ = measured(Topology(dp=4, pp=4), jitter=0.01, skew_seconds=lambda rank: rank * 1e-3)
     slowdown = replay.slowdown()
