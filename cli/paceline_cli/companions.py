@@ -94,7 +94,8 @@ def register(directory: Path, pid: int) -> None:
 def _has_commands(directory: Path) -> bool:
     """Return whether a registered process is alive; forget the others."""
     for path in (directory / "commands").glob("*"):
-        if path.read_text(encoding="ascii") == _started(int(path.name)):
+        started = _started(int(path.name))
+        if started and path.read_text(encoding="ascii") == started:
             return True
         path.unlink()
     return False

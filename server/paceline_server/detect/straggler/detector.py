@@ -147,7 +147,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         typical = load.typical()
         self._levels.push(typical)
         self._stalls.push(load.total - typical)
-        self._host.push(load.with_host())
+        if self._host.pushed or load.host_seconds.any():
+            self._host.push(load.with_host())
         self._against_peers.append(self._relative_to_peers(typical))
         self._self_seconds.append(load.self_seconds)
         self._own_seconds.append(load.self_seconds + load.host_seconds)
@@ -171,8 +172,11 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         new: dict[str, _ReportedStraggler] = {}
         for active in (*self._risen("steady", self._levels), *self._crept()):
             new[active.unit.fingerprint] = active
-        for active in (*self._risen("stalls", self._stalls), *self._risen("host", self._host)):
+        for active in self._risen("stalls", self._stalls):
             new[active.unit.fingerprint] = active
+        if self._host.pushed:
+            for active in self._risen("host", self._host):
+                new[active.unit.fingerprint] = active
         now_ns = self._steps[-1].ended_ns
         return [self.report(active, observation) for active in new.values() if active.lasts(now_ns)]
 
