@@ -151,16 +151,16 @@ def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> Ra
     """Return the parts in the form that users and detectors get."""
     seconds = breakdown.part_ns / 1e9
     total = (timeline.end_ns - timeline.begin_ns) / 1e9
-    hooked = np.zeros(len(timeline), dtype=np.bool_)
-    marked = is_marked(spans.microbatch, spans.row(CHUNK))
-    hooked[timeline.owner[one_of(spans.op, COMPUTE) & marked]] = True
+    rows = np.flatnonzero(one_of(spans.op, COMPUTE))
+    rows = rows[is_marked(spans.microbatch[rows], spans.row(CHUNK)[rows])]
+    hooked, on_device = np.zeros((2, len(timeline)), dtype=np.bool_)
+    hooked[timeline.owner[rows]] = True
+    on_device[timeline.owner[rows[(spans.flags[rows] & Flag.DEVICE) != 0]]] = True
     # In a loop without microbatch hooks, unexplained time counts as compute.
     rest = np.maximum(total - seconds.sum(axis=0), 0.0)
     compute = seconds[Part.COMPUTE] + np.where(hooked, 0.0, rest)
     wait = seconds[Part.NESTED_WAIT] + seconds[Part.OUTER_WAIT]
     blocked = seconds[Part.TRANSFER] + wait + seconds[Part.PIPELINE_WAIT] > 0.0
-    on_device = np.zeros(len(timeline), dtype=np.bool_)
-    on_device[timeline.owner[(spans.flags & Flag.DEVICE) != 0]] = True
     host = np.where(hooked & blocked & ~on_device, rest + seconds[Part.PIPELINE_GAP], 0.0)
     return RankTimes(
         rank=timeline.ranks,
