@@ -74,7 +74,9 @@ def test_torch_finds_the_entry_point() -> None:
     assert found.load() is paceline_autostart.load
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["spawn", pytest.param("forkserver", marks=pytest.mark.campaign)]
+)
 def test_torchrun_records_its_ranks_and_no_other_process(tmp_path: Path, method: str) -> None:
     """Not the launcher, nor data loader workers; and nothing is printed."""
     script, ring = tmp_path / "train.py", tmp_path / "rings"
@@ -94,7 +96,10 @@ def test_torchrun_records_its_ranks_and_no_other_process(tmp_path: Path, method:
         assert operations(ring / name).count(Op.ALL_REDUCE) >= 2, "the reducer's"
 
 
-@pytest.mark.parametrize("start", ["'env://'", "'tcp://127.0.0.1:%s' % port"])
+@pytest.mark.parametrize(
+    "start",
+    ["'env://'", pytest.param("'tcp://127.0.0.1:%s' % port", marks=pytest.mark.campaign)],
+)
 def test_spawned_ranks_without_variables_are_recorded(tmp_path: Path, start: str) -> None:
     script, ring, port = tmp_path / "train.py", tmp_path / "rings", free_port()
     ring.mkdir()

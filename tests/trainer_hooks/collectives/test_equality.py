@@ -89,7 +89,9 @@ def outputs_of_two_ranks(source: str, ring_directory: str, pure: str = "") -> se
     return {"\n".join(line for line in lines if "[Gloo]" not in line) for lines in printed}
 
 
-@pytest.mark.parametrize("pure", ["", "1"], ids=["built", "pure"])
+@pytest.mark.parametrize(
+    "pure", [pytest.param("", id="built"), pytest.param("1", id="pure", marks=pytest.mark.campaign)]
+)
 def test_weights_after_50_steps_are_bit_equal_with_and_without_the_hooks(
     tmp_path: Path, pure: str, library_of_process_groups: None
 ) -> None:
