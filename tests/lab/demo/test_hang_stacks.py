@@ -16,7 +16,7 @@ import pytest
 from paceline_demo.cluster import Cluster
 from paceline_wire.local_token import find_token
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.campaign]
 
 TRAINER = """
 import os, threading
