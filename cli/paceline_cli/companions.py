@@ -63,7 +63,8 @@ def launch(arguments: Sequence[str], environment: dict[str, str]) -> int:
 def free_port(wanted: int) -> int:
     """Return `wanted` if that TCP port is free, else any free port.
 
-    Raises OSError if there is none.
+    Raises:
+        OSError: no TCP port is free.
     """
     for port in (wanted, 0):
         with socket.socket() as probe:
@@ -102,7 +103,7 @@ def _has_commands(directory: Path) -> bool:
 
 
 def _started(pid: int) -> str:
-    """Return when a process started, in the kernel's unit; empty if there is none."""
+    """Return the start time of a process in clock ticks since boot; empty if it does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

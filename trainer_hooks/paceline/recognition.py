@@ -39,15 +39,13 @@ class Sections(Protocol):
     checkpoint: StatusSection
     evaluate: StatusSection
     marks_evaluations: bool
+    marks_compute: bool  # the script times its forwards and backwards itself
 
     def phase(self, op: int) -> Section:
         """Return the section of a phase, measured on the device if there is one."""
 
     def marks_optimizer(self) -> bool:
         """Return whether the script times the optimizer's step itself at this moment."""
-
-    def marks_compute(self) -> bool:
-        """Return whether the script times its forwards and backwards itself."""
 
     def step_ended(self) -> None:
         """Called after each step."""
@@ -113,7 +111,7 @@ class Recognition:
             parts.append(f"{self.microbatches} microbatches each")
         if self.has_data:
             parts.append("data waits of the DataLoader")
-        if self.microbatches and not self._session.marks_compute():
+        if self.microbatches and not self._session.marks_compute:
             parts.append("forward and backward from autograd")
         return ", ".join(parts)
 
@@ -172,7 +170,7 @@ class Recognition:
         if IN_BACKWARD in self._loop.optimizer_calls:
             self._end_repeated_cycle(IN_BACKWARD)
         session = self._session
-        if session.marks_compute():
+        if session.marks_compute:
             self._drop_forward()
             return
         self._end_forward()

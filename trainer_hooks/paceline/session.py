@@ -79,7 +79,7 @@ class Session:
         self.command: Control | None = None
         self.answered = 0  # id of the last command with a final answer
         self.has_place = False  # the script gave this rank's coordinates
-        self._marks_compute = False
+        self.marks_compute = False  # the script or a recognized schedule times its microbatches
         self.annotates = False  # the script calls `paceline.pipelining` itself
         self.given: frozenset[str] = frozenset()  # keys of the metadata that the script passed
         self._described: dict[str, str] = {}
@@ -196,10 +196,6 @@ class Session:
         """Return whether the script times the optimizer's step itself at this moment."""
         return self.recorder.sections[OPTIMIZER].start > 0
 
-    def marks_compute(self) -> bool:
-        """Return whether the script, or a recognized schedule, times forwards and backwards."""
-        return self._marks_compute
-
     # Recognition
 
     def watch_torch(self) -> None:
@@ -296,7 +292,7 @@ class Session:
         else:
             action = Transfer(*arguments) if is_transfer else Pipelining(*arguments)
         self.created += 1
-        self._marks_compute = self._marks_compute or op in COMPUTE_OPS
+        self.marks_compute = self.marks_compute or op in COMPUTE_OPS
         return action
 
     # The session

@@ -234,7 +234,8 @@ class Rings:
     def report_ended(self) -> None:
         """Report now the ranks whose process has ended, without waiting for what torchrun says."""
         for attached in list(self._attached.values()):
-            if attached.key not in self.supervised and self._has_ended(attached):
+            is_gone = process_status(self._procfs_root, attached.pid) is None
+            if is_gone and attached.key not in self.supervised and self._was_seen(attached):
                 self._finish_external(attached)
 
     def close(self) -> None:
@@ -366,12 +367,12 @@ class Rings:
         elif process_status(self._procfs_root, attached.pid) is not None:
             attached.seen_alive = True
             self._read(attached, state_is_due)
-        elif self._has_ended(attached) and not self._awaits_ending(attached):
+        elif self._was_seen(attached) and not self._awaits_ending(attached):
             self._finish_external(attached)
 
-    def _has_ended(self, attached: _AttachedRing) -> bool:
-        is_gone = process_status(self._procfs_root, attached.pid) is None
-        return is_gone and (attached.seen_alive or self._has_final_status(attached))
+    def _was_seen(self, attached: _AttachedRing) -> bool:
+        """Return whether a process that is gone has ended, instead of being invisible here."""
+        return attached.seen_alive or self._has_final_status(attached)
 
     def _has_final_status(self, attached: _AttachedRing) -> bool:
         """Return whether a rank whose process was never seen reports its end itself.
