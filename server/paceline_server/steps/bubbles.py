@@ -173,7 +173,9 @@ def _delays(phase: PipelinePhase) -> tuple[Floats, Floats, Floats]:
     # Without a recorded receive, the delay after another stage's result counts as transfer.
     arrived = np.where(np.isnan(phase.arrived), phase.starts, phase.arrived)
     crossing = (pipeline.needs < pipeline.nodes)[:, None]
-    transfers = np.where(crossing, np.clip(arrived - could, 0.0, rest), 0.0)
+    # The input may have been there before a host that was busy otherwise received it.
+    began = np.fmax(phase.receiving, could)
+    transfers = np.where(crossing, np.clip(arrived - began, 0.0, rest), 0.0)
     launches = rest - transfers
     # Waits for data between two microbatches are subtracted from the launch delays of that rank.
     within = phase.data_seconds

@@ -42,7 +42,8 @@ class PipelinePhase:
     ranks: Ints  # [stage, replica]: the representing rank
     starts: Floats
     ends: Floats
-    arrived: Floats  # when the input from another stage was received; NaN: unknown
+    receiving: Floats  # when the receive of the input from another stage began; NaN: unknown
+    arrived: Floats  # when that receive ended; NaN: unknown
     data_ready: Floats  # [stage, replica]: when its data was ready, if known
     data_seconds: Floats  # [stage, replica]: wait for data within the phase
 
@@ -82,13 +83,16 @@ class PipelinePhaseReader:
         zero = begun.min(axis=0)
         grid = self._grid
         who = grid.ranks[np.arange(grid.stages)[:, None], np.stack(replicas), 0]
+        receiving, arrived = _receives(timing, grid, pipeline, who, base)
+        behind = shift[pipeline.stage] + zero
         ready, within = _data(timing, who, base, begun[pipeline.first] + shift)
         return PipelinePhase(
             pipeline=pipeline,
             ranks=who,
             starts=begun - zero,
             ends=ended - zero,
-            arrived=_arrived(timing, grid, pipeline, who, base) - shift[pipeline.stage] - zero,
+            receiving=receiving - behind,
+            arrived=arrived - behind,
             data_ready=ready - shift - zero,
             data_seconds=within,
         )
@@ -217,11 +221,14 @@ def _least_gap(pipeline: Pipeline, begun: Floats, ended: Floats, source: int, si
     return gap
 
 
-def _arrived(
+def _receives(
     timing: StepTiming, grid: RankGrid, pipeline: Pipeline, ranks: Ints, base_ns: Ints
 ) -> Floats:
-    """Return the end of the receive that each action needed; NaN: unknown. [action, replica]"""
-    moments = np.full((pipeline.nodes, ranks.shape[1]), np.nan)
+    """Return start and end of the receive that each action needed. [start or end, action, replica]
+
+    NaN: unknown.
+    """
+    moments = np.full((2, pipeline.nodes, ranks.shape[1]), np.nan)
     sent = timing.transfers
     lane = np.full(grid.ranks.size, -1)
     lane[ranks] = np.arange(ranks.shape[1])
@@ -241,8 +248,8 @@ def _arrived(
     place = order[np.minimum(np.searchsorted(having[order], wanted), having.size - 1)]
     good = having[place] == wanted
     at = lane[sent.destination[rows]]
-    seconds = (sent.end_ns[rows] - base_ns[at]) / 1e9
-    moments[place[good], at[good]] = seconds[good]
+    both = np.stack([sent.receive_start_ns[rows], sent.end_ns[rows]])
+    moments[:, place[good], at[good]] = ((both - base_ns[at]) / 1e9)[:, good]
     return moments
 
 

@@ -76,6 +76,7 @@ class SimulatedStep:
     links: dict[tuple[int, int], float] = field(default_factory=dict)  # by stages: seconds
     late_data: dict[int, float] = field(default_factory=dict)  # by rank: seconds
     pauses: dict[int, float] = field(default_factory=dict)  # by rank: seconds before each action
+    receives_late: bool = False  # a pause is before the action's receive, not after it
     lengths: Sequence[int] | None = None  # length of each microbatch, which has one sequence
     skew_ns: dict[int, int] = field(default_factory=dict)  # by stage: error of its clock
     after_seconds: float = 0.010  # optimizer and reduction
@@ -91,8 +92,9 @@ class SimulatedStep:
         links = self._links(pipeline, ranks)
         delays = links + self._delays(pipeline, ranks)
         ends = pipeline.ends(seconds, delays)
-        received = ends - seconds - delays + links
-        return self._timing(step, pipeline, ranks, ends - seconds, ends, received)
+        received = ends - seconds - (0.0 if self.receives_late else delays - links)
+        receives = received - links, received
+        return self._timing(step, pipeline, ranks, ends - seconds, ends, receives)
 
     def _seconds(
         self, pipeline: Pipeline, ranks: np.ndarray, random: np.random.Generator
@@ -131,7 +133,7 @@ class SimulatedStep:
         ranks: np.ndarray,
         starts: Floats,
         ends: Floats,
-        received: Floats,
+        receives: tuple[Floats, Floats],
     ) -> StepTiming:
         who = ranks[pipeline.stage].T.ravel()
         skew = np.array([self.skew_ns.get(stage, 0) for stage in pipeline.stage])
@@ -160,7 +162,9 @@ class SimulatedStep:
         sources = pipeline.needs[crossing]
         forward = pipeline.op[crossing] == Op.FORWARD
         nowhere, nothing = np.empty(0, np.int64), np.empty(0)
-        arrived = moments(received).reshape(count, -1)[:, crossing].ravel()
+        began, arrived = (
+            moments(each).reshape(count, -1)[:, crossing].ravel() for each in receives
+        )
         transfers = TransferTimes(
             source=ranks[pipeline.stage[sources]].T.ravel(),
             destination=ranks[pipeline.stage[crossing]].T.ravel(),
@@ -170,7 +174,7 @@ class SimulatedStep:
             bytes=np.zeros_like(arrived),
             send_start_ns=arrived,
             send_end_ns=arrived,
-            receive_start_ns=arrived,
+            receive_start_ns=began,
             end_ns=arrived,
             transfer_seconds=np.zeros(arrived.size),
         )

@@ -84,12 +84,14 @@ CAUSES = [
     ("transfer", {"links": {(0, 1): 0.015}}),
     ("data", {"late_data": {1: 0.3}}),
     ("launch", {"pauses": dict.fromkeys(range(4), 0.01)}),
+    ("launch", {"pauses": dict.fromkeys(range(4, 8), 0.01), "receives_late": True}),
     ("variation", {"jitter": 0.3}),
 ]
+CAUSE_NAMES = [",".join([cause, *change]) for cause, change in CAUSES]
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
-@pytest.mark.parametrize(("cause", "change"), CAUSES, ids=[name for name, _ in CAUSES])
+@pytest.mark.parametrize(("cause", "change"), CAUSES, ids=CAUSE_NAMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_excess_is_attributed_to_what_was_changed(schedule, cause, change, seed):
     job = SimulatedStep(
