@@ -5,6 +5,7 @@ Every scenario trains STEPS steps, whatever its loop looks like.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -297,14 +298,16 @@ SCENARIOS: list[Callable[[], None]] = [
     prefetched_accumulation,
     without_loader,
     one_batch_for_all,
+    several_calls_per_step,
     adversarial,
     adversarial_with_loader,
+    # These optimizers are never freed, because hooks of their parameters hold them: from here on,
+    # a scenario's optimizer is not the only one of its process.
     optimizer_in_backward,
     optimizer_in_backward_without_loader,
     skipped_by_the_scaler,
     closures,
     closures_without_loader,
-    several_calls_per_step,
     evaluation_with_gradients_off,
     evaluation_by_its_loader,
     evaluation_without_loader,
@@ -322,3 +325,4 @@ if __name__ == "__main__":
         assert hooks._session is not None
         assert not hooks._session.recorder.failures, scenario.__name__
         paceline.finish()
+        gc.collect()  # the next one has no optimizer but its own

@@ -89,6 +89,12 @@ def test_batches_between_optimizer_steps_are_microbatches(recorded: Recorded, na
     assert all(waits[step] == ACCUMULATED for step in range(1, STEPS))
 
 
+@pytest.mark.parametrize("name", ["without_loader", "one_batch_for_all", "several_calls_per_step"])
+def test_each_step_without_a_loader_has_its_own_backward(recorded: Recorded, name: str) -> None:
+    backwards = Counter(span.step for span in of(recorded(name), Op.BACKWARD))
+    assert backwards == dict.fromkeys(range(STEPS), 1)
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [

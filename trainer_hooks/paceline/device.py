@@ -18,8 +18,8 @@ from typing import Any, Protocol, SupportsFloat
 from paceline.recorder import Recorder
 from paceline.sections import Transfer
 from paceline.writer import Pipelining, Section
-from paceline.writer.interface import DeviceRow, Event
-from paceline_wire.spans import NONE_32, Flag
+from paceline.writer.interface import NO_CHUNK, NO_MICROBATCH, DeviceRow, Event
+from paceline_wire.spans import NONE_32, Flag, Op
 
 MAXIMUM_QUEUED = 1 << 14  # pairs that the device has not completed yet
 DEVICE_BITS = Flag.DEVICE << 48
@@ -140,6 +140,42 @@ class DeviceSection(Section):
         word1 = self.op | recorder.chunk << 32
         self.timer.enqueue((word1, recorder.word2, NONE_32, 0, 0, started, ended))
         self.close()
+
+
+class DeviceForward:
+    """The recognized forward pass, measured by device events.
+
+    The same three methods as those of the writer, which measures it on the host.
+    """
+
+    def __init__(self, recorder: Recorder, timer: DeviceTimer) -> None:
+        self._recorder = recorder
+        self._timer = timer
+        self._started_ns = 0  # on the host
+        self._started: Event | None = None
+
+    def begin_forward(self) -> None:
+        """Start a forward pass, or start it again."""
+        self.drop_forward()
+        self._started = self._timer.mark()
+        self._started_ns = perf_counter_ns()
+
+    def end_forward(self) -> None:
+        """Record the forward pass, if it began in this step."""
+        started, recorder = self._started, self._recorder
+        if started is None or self._started_ns < recorder.step_started_ns:
+            self.drop_forward()
+            return
+        self._started = None
+        if (ended := self._timer.mark()) is not None:
+            word1, word2 = Op.FORWARD | NO_CHUNK << 32, recorder.step | NO_MICROBATCH
+            self._timer.enqueue((word1, word2, NONE_32, 0, 0, started, ended))
+
+    def drop_forward(self) -> None:
+        """Forget the forward pass: there was none."""
+        if self._started is not None:
+            self._timer.release(self._started)
+            self._started = None
 
 
 class DevicePipelining(Pipelining):

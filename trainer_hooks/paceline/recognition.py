@@ -12,17 +12,16 @@ What the script marks itself is not recorded again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any, Protocol
 
-from paceline.device import DeviceTimer
 from paceline.loop import Loop
 from paceline.recorder import Recorder
 from paceline.sections import StatusSection
 from paceline.writer import Section
-from paceline.writer.interface import NO_CHUNK, NO_MICROBATCH, Event
 from paceline_wire.ring import Status
-from paceline_wire.spans import NONE_32, Op
+from paceline_wire.spans import Op
 
 IN_BACKWARD = 0  # key of all optimizers that step inside a backward pass
 # Optimizer steps per batch, with backward passes between them, from which each is a step.
@@ -35,26 +34,36 @@ class Sections(Protocol):
 
     recorder: Recorder
     loop: Loop
-    timer: DeviceTimer | None
+    optimizer: Section  # the script's own, open while it times the optimizer's step itself
+    optimizer_phase: Section
+    backward_phase: Section
     checkpoint: StatusSection
     evaluate: StatusSection
     marks_evaluations: bool
     marks_compute: bool  # the script times its forwards and backwards itself
 
-    def phase(self, op: int) -> Section:
-        """Return the section of a phase, measured on the device if there is one."""
-
-    def marks_optimizer(self) -> bool:
-        """Return whether the script times the optimizer's step itself at this moment."""
-
     def step_ended(self) -> None:
         """Called after each step."""
+
+
+class Forward(Protocol):
+    """Measures the forward pass: the writer on the host, `DeviceForward` on a device."""
+
+    def begin_forward(self) -> None:
+        """Start a forward pass, or start it again."""
+
+    def end_forward(self) -> None:
+        """Record the forward pass, if it began in this step."""
+
+    def drop_forward(self) -> None:
+        """Forget the forward pass: there was none."""
 
 
 class Recognition:
     """Marks steps, forwards, backwards, optimizer steps and evaluations of one session.
 
-    The owner thread calls all methods, except `optimizer_in_backward`.
+    The owner thread calls all methods, except `optimizer_in_backward`. As in `Loop`, a step makes
+    few calls of functions in Python.
     """
 
     def __init__(self, session: Sections) -> None:
@@ -66,30 +75,33 @@ class Recognition:
         self._optimizers: list[int] = []  # that step at this moment, outermost first
         self._called_at: dict[int, int] = {}  # backwards of the step when an optimizer stepped
         self._cycle: tuple[int, ...] | None = None  # optimizers of a step without batches
-        self._forward_ns = 0  # since when the forward lasts; 0: not in one
-        self._forward_event: Event | None = None
+        self.measure_forward(session.recorder)
+        self.evaluates = False  # `_evaluation` has begun
         self._evaluation = _Evaluation()
         self._training: set[int] = set()  # keys of loaders whose batches are trained on
         self._fetched: dict[int, int] = {}  # batches by loader since the last backward pass
         self._latest = 0  # key of the loader of the last batch
         self._evaluated_step: int | None = None
         self._rejected = 0
+        self.has_one_optimizer: Callable[[], bool] = bool  # the script is known to have no other
         self.microbatches = 0  # backward passes of the newest step
         self.has_data = False  # waits of a DataLoader were seen
+
+    def measure_forward(self, forward: Forward) -> None:
+        """Use this from now on."""
+        self._begin_forward = forward.begin_forward
+        self._end_forward = forward.end_forward
+        self._drop_forward = forward.drop_forward
 
     # Events of the loop
 
     def iteration_begins(self) -> None:
         """`paceline.steps` is about to fetch a batch."""
-        if self._forward_event is not None:
-            self._drop_forward()
-        self._forward_ns = 0
-        if self._evaluation.is_open:
-            self._end_evaluation()
+        self._end_evaluation()
 
     def wait_ends(self) -> None:
         """A batch is there."""
-        if not self._evaluation.is_open:
+        if not self.evaluates:
             self._begin_forward()
 
     def step_ends(self) -> None:
@@ -124,7 +136,7 @@ class Recognition:
             self._training.add(loader)
             self._fetched.clear()
             return False
-        if self._evaluation.is_open:
+        if self.evaluates:
             if loader not in self._training:
                 self._count(loader)
                 return False
@@ -145,7 +157,7 @@ class Recognition:
         """The batch is there."""
         if recorded:
             self._loop.end_wait()
-        elif not self._evaluation.is_open:
+        elif not self.evaluates:
             self._begin_forward()
 
     def loader_ends(self, *, recorded: bool) -> None:
@@ -167,21 +179,21 @@ class Recognition:
             return
         if not self._count_backward():
             return
-        if IN_BACKWARD in self._loop.optimizer_calls:
-            self._end_repeated_cycle(IN_BACKWARD)
+        if self._loop.optimizer_calls and not self._optimizers:
+            self._begin_step_of_known_optimizer()
         session = self._session
         if session.marks_compute:
             self._drop_forward()
             return
         self._end_forward()
-        session.phase(Op.BACKWARD).__enter__()
+        session.backward_phase.__enter__()
 
     def backward_ends(self) -> None:
         """A backward pass has ended, also by an error."""
         self._backward_depth -= 1
         if self._backward_depth > 0:
             return
-        backward = self._session.phase(Op.BACKWARD)
+        backward = self._session.backward_phase
         if backward.start:
             backward.__exit__(None, None, None)
         if self._optimized_in_backward:
@@ -200,7 +212,7 @@ class Recognition:
         loop = self._loop
         if self._fetched:
             self._learn_loaders()
-        if self._evaluation.is_open:
+        if self.evaluates:
             self._reject_evaluation()
         if not loop.is_open:
             if loop.is_explicit:
@@ -215,37 +227,10 @@ class Recognition:
         The last batch is one; loaders that gave no more batches than its loader go with it.
         """
         newest = self._fetched[self._latest]
-        is_evaluation = self._evaluation.is_open and (newest > 1 or self._evaluation.exhausted)
+        is_evaluation = self.evaluates and (newest > 1 or self._evaluation.exhausted)
         if not is_evaluation:
             self._training.update(key for key, n in self._fetched.items() if n <= newest)
         self._fetched.clear()
-
-    # Forward
-
-    def _begin_forward(self) -> None:
-        if self._forward_event is not None:
-            self._drop_forward()
-        timer = self._session.timer
-        self._forward_event = None if timer is None else timer.mark()
-        self._forward_ns = perf_counter_ns()
-
-    def _end_forward(self) -> None:
-        started, event = self._forward_ns, self._forward_event
-        recorder, timer = self._recorder, self._session.timer
-        if started < recorder.step_started_ns:
-            self._drop_forward()
-            return
-        self._forward_ns, self._forward_event = 0, None
-        if timer is None:
-            recorder.write_simple(Op.FORWARD, started, perf_counter_ns())
-        elif event is not None and (ended := timer.mark()) is not None:
-            word1, word2 = Op.FORWARD | NO_CHUNK << 32, recorder.step | NO_MICROBATCH
-            timer.enqueue((word1, word2, NONE_32, 0, 0, event, ended))
-
-    def _drop_forward(self) -> None:
-        if self._forward_event is not None and (timer := self._session.timer) is not None:
-            timer.release(self._forward_event)
-        self._forward_ns, self._forward_event = 0, None
 
     # Optimizer
 
@@ -260,18 +245,19 @@ class Recognition:
             return
         if optimizer in self._optimizers:  # it raised an error
             self._optimizers.clear()
-            if (section := self._session.phase(Op.OPTIMIZER)).start:
+            if (section := self._session.optimizer_phase).start:
                 section.close()
         self._optimizers.append(optimizer)
         if len(self._optimizers) > 1:
             return
-        self._end_repeated_cycle(optimizer)
         loop = self._loop
+        if loop.optimizer_calls:
+            self._end_repeated_cycle(optimizer)
         if not loop.is_open:
             return  # outside of marked steps, or before any backward pass
         self._called_at[optimizer] = loop.backwards
-        if not self._session.marks_optimizer():
-            self._session.phase(Op.OPTIMIZER).__enter__()
+        if not self._session.optimizer.start:
+            self._session.optimizer_phase.__enter__()
         self._begin_forward()  # the closure's
 
     def optimizer_ends(self, optimizer: int) -> None:
@@ -280,7 +266,7 @@ class Recognition:
             del self._optimizers[self._optimizers.index(optimizer) :]
         # Its begin was not seen if the hooks were registered by a backward pass of its closure.
         if not self._optimizers:
-            section = self._session.phase(Op.OPTIMIZER)
+            section = self._session.optimizer_phase
             if section.start:
                 section.__exit__(None, None, None)
             self._optimized(optimizer)
@@ -320,22 +306,30 @@ class Recognition:
             loop.begin_step()
             loop.backwards = 1
 
+    def _begin_step_of_known_optimizer(self) -> None:
+        """End the step before this backward pass, if no other optimizer can belong to it."""
+        calls = self._loop.optimizer_calls
+        if IN_BACKWARD in calls:
+            self._end_repeated_cycle(IN_BACKWARD)
+        elif self._cycle is None and self.has_one_optimizer():
+            self._end_repeated_cycle(calls[0])
+
     # Evaluation
 
     def evaluation_mode(self, module: Any) -> bool:
         """A module was switched to `eval()`. Return whether its `train()` is of interest."""
-        if self._evaluation.is_open or not self._loop.is_open or not self._loop.has_optimized:
+        if self.evaluates or not self._loop.is_open or not self._loop.has_optimized:
             return False
         if self._rejected >= MOST_REJECTED_EVALUATIONS:
             return False
         self._begin_evaluation(perf_counter_ns())
         self._evaluation.module = module
-        return self._evaluation.is_open
+        return self.evaluates
 
     def training_mode(self, module: Any) -> bool:
         """A module was switched to `train()`. Return whether this ended the evaluation."""
         if module is not self._evaluation.module:
-            return not self._evaluation.is_open
+            return not self.evaluates
         self._end_evaluation()
         return True
 
@@ -345,6 +339,7 @@ class Recognition:
             return
         self._drop_forward()
         self._evaluation = _Evaluation(now_ns)
+        self.evaluates = True
         if self._recorder.status == Status.RUNNING:
             self._recorder.set_status(Status.EVALUATING)
 
@@ -372,6 +367,7 @@ class Recognition:
 
     def _close_evaluation(self) -> None:
         self._evaluation = _Evaluation()
+        self.evaluates = False
         if self._recorder.status == Status.EVALUATING:
             self._recorder.set_status(Status.RUNNING)
 
@@ -379,10 +375,9 @@ class Recognition:
 class _Evaluation:
     """A possible evaluation, until it is recorded or rejected."""
 
-    __slots__ = ("exhausted", "is_open", "module", "start_ns")
+    __slots__ = ("exhausted", "module", "start_ns")
 
     def __init__(self, start_ns: int = 0) -> None:
         self.start_ns = start_ns
-        self.is_open = start_ns > 0  # it has begun
         self.module: Any = None  # was switched to `eval()`
         self.exhausted = False  # its loader has no further batch

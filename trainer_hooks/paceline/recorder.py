@@ -92,11 +92,6 @@ class Recorder(Writer):
 
     # Steps
 
-    def leave_loop(self) -> None:
-        """Close all frames and write queued records after the last step of a loop."""
-        self.clear_frames()
-        self.drain()
-
     def set_status(self, status: int) -> None:
         """Show a `Status` on the state page."""
         if status != self.status:

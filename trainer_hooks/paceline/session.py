@@ -15,7 +15,13 @@ from typing import Any
 from paceline.collectives.coverage import reason_of_backend
 from paceline.collectives.native import NativeRecorder
 from paceline.collectives.process_groups import ProcessGroupRecorder
-from paceline.device import DevicePipelining, DeviceSection, DeviceTimer, DeviceTransfer
+from paceline.device import (
+    DeviceForward,
+    DevicePipelining,
+    DeviceSection,
+    DeviceTimer,
+    DeviceTransfer,
+)
 from paceline.loop import Loop
 from paceline.recognition import Recognition
 from paceline.recorder import Recorder
@@ -66,13 +72,15 @@ class Session:
         self.actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]
         self.sized_actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]  # with lengths
         self.recognized_actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]
-        recorder.sections[OPTIMIZER] = Section(recorder, Op.OPTIMIZER)
         self.checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
         self.evaluate = StatusSection(recorder, Op.EVALUATE, Status.EVALUATING)
+        # The script's own `paceline.optimizer`, and the recognized phases.
+        self.optimizer = recorder.sections[OPTIMIZER] = Section(recorder, Op.OPTIMIZER)
+        self.optimizer_phase = Section(recorder, Op.OPTIMIZER)
+        self.backward_phase = Section(recorder, Op.BACKWARD)
         self.recognition = Recognition(self)
         self.steps_ended = 0
         self._events: TorchEvents | None = None  # set while torch is watched
-        self._phases: dict[int, Section] = {}  # that are recognized, by op
         self.marks_evaluations = False  # an adapter times each of them: none is recognized
         self.created = 0  # sections and actions
         self.is_automatic = False  # started by `PACELINE=1`, and not yet by the script
@@ -185,17 +193,6 @@ class Session:
         self.created += 1
         return section
 
-    def phase(self, op: int) -> Section:
-        """Return the section of a recognized phase, measured on the device if there is one."""
-        section = self._phases.get(op)
-        if section is None:
-            section = self._phases[op] = self._create_section(op)
-        return section
-
-    def marks_optimizer(self) -> bool:
-        """Return whether the script times the optimizer's step itself at this moment."""
-        return self.recorder.sections[OPTIMIZER].start > 0
-
     # Recognition
 
     def watch_torch(self) -> None:
@@ -204,6 +201,7 @@ class Session:
             self._events = TorchEvents.get()
             self._events.start(self.recognition, self.recorder, self.checkpoint)
             self.loop.has_optimizer = self._events.has_optimizer
+            self.recognition.has_one_optimizer = self._events.has_one_optimizer
             self.loop.watcher = self.recognition
 
     def unwatch_torch(self) -> None:
@@ -223,8 +221,9 @@ class Session:
     def step_ended(self) -> None:
         """Describe what was recognized, after some of the first steps."""
         self.steps_ended += 1
-        if self._events is not None:
-            self._events.watch_modules()
+        events = self._events
+        if events is not None and events.known_modules != len(sys.modules):
+            events.watch_modules()
         if self.steps_ended in DESCRIBED_AFTER_STEPS:
             self.guard(self._describe_steps)
 
@@ -306,15 +305,19 @@ class Session:
             for actions in (*self.actions, *self.sized_actions, *self.recognized_actions):
                 actions.clear()
             self.recorder.sections.clear()
-            self._phases.clear()
-            self.recorder.sections[OPTIMIZER] = self._create_section(Op.OPTIMIZER)
+            self.optimizer = self._create_section(Op.OPTIMIZER)
+            self.recorder.sections[OPTIMIZER] = self.optimizer
+            self.optimizer_phase = self._create_section(Op.OPTIMIZER)
+            self.backward_phase = self._create_section(Op.BACKWARD)
+            self.recognition.measure_forward(DeviceForward(self.recorder, self.timer))
 
     def end(self, status: int) -> None:
         """Write what is pending and show the final status."""
         self.loop.finish()
         if self.process_groups is not None:
             self.process_groups.finish()
-        self.recorder.leave_loop()
+        self.recorder.clear_frames()
+        self.recorder.drain()
         if self.timer is not None:
             self.timer.resolve()
         self.recorder.set_status(status)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import sys
+import weakref
 from _thread import get_ident
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -46,12 +47,14 @@ class TorchEvents:
         self.checkpoint: StatusSection | None = None
         self._owner = 0
         self._seen_modules: set[str] = set()
-        self._known_modules = 0  # number of loaded modules when they were searched
+        self.known_modules = 0  # number of loaded modules when they were searched
         self._stepped = 0  # optimizer steps, of any thread
         self._watches_optimizers = False
         # Torch marks the `step` of each class of which an optimizer was created.
         steps = (vars(each).get("step") for each in subclasses(torch.optim.Optimizer))
         self._has_optimizer = any(getattr(step, "hooked", False) for step in steps)
+        self._had_optimizer = self._has_optimizer  # then `_optimizers` are not all
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         _replace(torch.optim.Optimizer, "_patch_step_function", self._create_optimizer)
         _replace(torch.amp.GradScaler, "step", self._scaler_step)
         _replace(torch.autograd, "backward", self._backward)
@@ -78,11 +81,13 @@ class TorchEvents:
         """Return whether an optimizer of torch was ever created in this process."""
         return self._has_optimizer
 
+    def has_one_optimizer(self) -> bool:
+        """Return whether this process is known to have exactly one optimizer of torch."""
+        return not self._had_optimizer and len(self._optimizers) == 1
+
     def watch_modules(self) -> None:
         """Replace the functions of modules that save checkpoints, once each is loaded."""
-        if len(sys.modules) == self._known_modules:
-            return
-        self._known_modules = len(sys.modules)
+        self.known_modules = len(sys.modules)
         for name, functions in CHECKPOINT_MODULES:
             module = sys.modules.get(name)
             if module is None or name in self._seen_modules:
@@ -97,9 +102,12 @@ class TorchEvents:
         try:
             return event(*args, **kwargs)
         except Exception:
-            if self.recorder is not None:
-                self.recorder.failures += 1
+            self._failed()
             return None
+
+    def _failed(self) -> None:
+        if self.recorder is not None:
+            self.recorder.failures += 1
 
     # Optimizers
 
@@ -107,6 +115,7 @@ class TorchEvents:
         @wraps(original)
         def patch_step_function(optimizer: Any) -> None:
             self._has_optimizer = True
+            self._optimizers.add(optimizer)
             original(optimizer)
 
         return patch_step_function
@@ -116,24 +125,36 @@ class TorchEvents:
         if self._watches_optimizers:
             return
         optimizers: Any = sys.modules["torch.optim.optimizer"]
-        optimizers.register_optimizer_step_pre_hook(_not_compiled(self._optimizer_begins))
-        optimizers.register_optimizer_step_post_hook(_not_compiled(self._optimizer_ends))
+        optimizers.register_optimizer_step_pre_hook(self._optimizer_begins())
+        optimizers.register_optimizer_step_post_hook(self._optimizer_ends())
         self._watches_optimizers = True
 
-    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
-        self._stepped += 1
-        recognition = self.recognition
-        if recognition is None:
-            return
-        if get_ident() == self._owner:
-            self._report(recognition.optimizer_begins, id(optimizer))
-        elif self._torch._C._current_graph_task_id() != -1:
-            recognition.optimizer_in_backward()
+    def _optimizer_begins(self) -> Function:
+        def begins(optimizer: Any, *_: Any) -> None:
+            self._stepped += 1
+            recognition = self.recognition
+            if recognition is None:
+                return
+            if get_ident() == self._owner:
+                try:
+                    recognition.optimizer_begins(id(optimizer))
+                except Exception:
+                    self._failed()
+            elif self._torch._C._current_graph_task_id() != -1:
+                recognition.optimizer_in_backward()
 
-    def _optimizer_ends(self, optimizer: Any, *_: Any) -> None:
-        recognition = self.recognition
-        if recognition is not None and get_ident() == self._owner:
-            self._report(recognition.optimizer_ends, id(optimizer))
+        return _not_compiled(begins)
+
+    def _optimizer_ends(self) -> Function:
+        def ends(optimizer: Any, *_: Any) -> None:
+            recognition = self.recognition
+            if recognition is not None and get_ident() == self._owner:
+                try:
+                    recognition.optimizer_ends(id(optimizer))
+                except Exception:
+                    self._failed()
+
+        return _not_compiled(ends)
 
     def _scaler_step(self, original: Function) -> Function:
         @wraps(original)
@@ -157,11 +178,17 @@ class TorchEvents:
                 return original(*args, **kwargs)
             if not self._watches_optimizers:
                 self._report(self.watch_optimizers)
-            self._report(recognition.backward_begins)
+            try:
+                recognition.backward_begins()
+            except Exception:
+                self._failed()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._report(recognition.backward_ends)
+                try:
+                    recognition.backward_ends()
+                except Exception:
+                    self._failed()
 
         return _disabled(backward)
 
@@ -255,13 +282,9 @@ def _replace(owner: Any, name: str, replacement: Callable[[Function], Function])
 
 
 def _not_compiled(hook: Function) -> Function:
-    """Return the hook as a function that torch.compile leaves out of compiled optimizers."""
-
-    def call(*args: Any) -> None:
-        hook(*args)
-
-    call._torchdynamo_inline = _nothing  # type: ignore[attr-defined]
-    return call
+    """Have torch.compile leave the hook out of compiled optimizers."""
+    hook._torchdynamo_inline = _nothing  # type: ignore[attr-defined]
+    return hook
 
 
 def _nothing(*_: Any) -> None:

@@ -666,12 +666,15 @@ thread_local uint32_t Recorder::latest_generation = 0;
 std::vector<std::shared_ptr<Recorder>> &recorders = *new std::vector<std::shared_ptr<Recorder>>;
 std::atomic<Recorder *> active{nullptr};
 
+uint64_t bytes_of(const at::Tensor &tensor)
+{
+    return tensor.defined() && !tensor.is_sparse() ? tensor.nbytes() : 0;
+}
+
 uint64_t bytes_of(const c10::IValue &value)
 {
-    if (value.isTensor()) {
-        const at::Tensor &tensor = value.toTensor();
-        return tensor.defined() && !tensor.is_sparse() ? tensor.nbytes() : 0;
-    }
+    if (value.isTensor())
+        return bytes_of(value.toTensor());
     uint64_t total = 0;
     if (value.isList())
         for (const c10::IValue &each : value.toListRef())
@@ -777,6 +780,61 @@ void wait_kernel(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch:
     recorder->wait_end((int)index, 1);
 }
 
+/* The all-reduce, as often as the reducer of DistributedDataParallel calls it, with typed arguments:
+ * boxing them, as LaunchKernel does for any operator of any torch, costs more than recording. */
+using Reduced = std::tuple<std::vector<at::Tensor>, c10::intrusive_ptr<c10d::Work>>;
+using AllReduce = Reduced(at::TensorList, const c10::intrusive_ptr<c10d::ProcessGroup> &,
+                          const c10::intrusive_ptr<c10d::ReduceOp> &,
+                          const std::optional<at::Tensor> &, bool, int64_t);
+constexpr const char *ALL_REDUCE_ARGUMENTS[] = {"tensors",        "process_group", "reduce_op",
+                                                "sparse_indices", "async_op",      "timeout"};
+
+bool is_typed(const c10::FunctionSchema &schema)
+{
+    const auto &arguments = schema.arguments();
+    return schema.name() == "c10d::allreduce_" &&
+           std::equal(arguments.begin(), arguments.end(), std::begin(ALL_REDUCE_ARGUMENTS),
+                      std::end(ALL_REDUCE_ARGUMENTS),
+                      [](const c10::Argument &each, const char *name) { return each.name() == name; });
+}
+
+Reduced all_reduce_kernel(c10::DispatchKeySet keys, at::TensorList tensors,
+                          const c10::intrusive_ptr<c10d::ProcessGroup> &group,
+                          const c10::intrusive_ptr<c10d::ReduceOp> &reduce_op,
+                          const std::optional<at::Tensor> &sparse_indices, bool async_op,
+                          int64_t timeout)
+{
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("c10d::allreduce_", "").typed<AllReduce>();
+    Recorder *recorder = active.load(std::memory_order_acquire);
+    int index = -1;
+    if (recorder != nullptr) {
+        try {
+            uint64_t size = 0;
+            for (const at::Tensor &tensor : tensors)
+                size += bytes_of(tensor);
+            index = recorder->begin(ALL_REDUCE, size, group, -1, false,
+                                    async_op ? Waits::LATER : Waits::AT_ONCE);
+        } catch (const std::exception &) {
+            recorder->lost++;
+        }
+    }
+    if (index < 0)
+        return op.redispatch(keys & BELOW, tensors, group, reduce_op, sparse_indices, async_op,
+                             timeout);
+    Reduced result;
+    try {
+        result = op.redispatch(keys & BELOW, tensors, group, reduce_op, sparse_indices, async_op,
+                               timeout);
+    } catch (...) {
+        recorder->abandon(index);
+        throw;
+    }
+    const void *output = tensors.empty() ? nullptr : address_of(tensors[0]);
+    recorder->launched(index, std::get<1>(result), output, false);
+    return result;
+}
+
 std::vector<std::unique_ptr<torch::Library>> &libraries =
     *new std::vector<std::unique_ptr<torch::Library>>;
 
@@ -801,8 +859,11 @@ int pl_install()
         const auto found = c10::Dispatcher::singleton().findSchema({name, ""});
         if (!found)
             continue;
-        c10d->impl(each.name, torch::CppFunction::makeFromBoxedFunctor(
-                                  std::make_unique<LaunchKernel>(each, found->schema())));
+        if (is_typed(found->schema()))
+            c10d->impl(each.name, torch::CppFunction(TORCH_FN(all_reduce_kernel)));
+        else
+            c10d->impl(each.name, torch::CppFunction::makeFromBoxedFunctor(
+                                      std::make_unique<LaunchKernel>(each, found->schema())));
         installed++;
     }
     libraries.push_back(std::move(c10d));

@@ -35,13 +35,14 @@ from paceline_wire.spans import WORDS, Op
 
 __all__ = ["Channel", "Pipelining", "Section", "Writer", "make_wait"]
 
-INTERFACE = 5  # equals INTERFACE in _native.c
+INTERFACE = 6  # equals INTERFACE in _native.c
 LAYOUT = (
     INTERFACE,
     *(STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH),
     *(STATE_LOSS_STEP, STATE_LOSS, STATE_GRADIENT_NORM, STATE_DEPTH),
     *(STATE_EVALUATION_STEP, STATE_EVALUATION_LOSS, STATE_FRAMES),
     *(FRAMES, FRAME_WORDS, GROUP_BYTES_SHIFT, WORDS, int(Op.STEP), int(Op.DATA_WAIT)),
+    int(Op.FORWARD),
 )
 
 

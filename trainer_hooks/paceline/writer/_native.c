@@ -15,7 +15,7 @@
 /* Python compares LAYOUT with its own. Increment INTERFACE with each change to what Python calls
  * here; the other values are those of paceline_wire.ring and paceline_wire.spans. */
 enum {
-    INTERFACE = 5,
+    INTERFACE = 6,
     STATE_HEAD = 0,
     STATE_STEP = 1,
     STATE_STEP_STARTED_NS = 2,
@@ -33,6 +33,7 @@ enum {
     WORDS = 8,
     OP_STEP = 32,
     OP_DATA_WAIT = 33,
+    OP_FORWARD = 1,
 };
 static const uint64_t NO_CHUNK = 0xFFFF, NONE_32 = 0xFFFFFFFF, NO_MICROBATCH = 0xFFFFFFFFull << 32;
 static const uint64_t INFINITY_BITS = 0x7FFull << 52, NAN_BITS = 0xFFFull << 51;
@@ -99,6 +100,7 @@ typedef struct {
     PyObject_HEAD
     uint64_t *state, *spans;
     uint64_t mask, head, depth, chunk, word2, step, step_started_ns, step_head, owner, failures;
+    uint64_t forward_started_ns; /* 0: not in a forward pass */
     uint64_t transfer;  /* 1 << 17 | receives << 16 | op of the innermost open transfer action */
     uint64_t transfers_launched; /* inside transfer actions */
     PyObject *timer;    /* EventTimer; NULL: no device */
@@ -320,6 +322,27 @@ static PyObject *writer_end_step(Writer *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *writer_begin_forward(Writer *self, PyObject *unused)
+{
+    self->forward_started_ns = now_ns();
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_end_forward(Writer *self, PyObject *unused)
+{
+    const uint64_t started = self->forward_started_ns;
+    self->forward_started_ns = 0;
+    if (started >= self->step_started_ns && self->step_started_ns > 0)
+        write_simple(self, OP_FORWARD, started, now_ns());
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_drop_forward(Writer *self, PyObject *unused)
+{
+    self->forward_started_ns = 0;
+    Py_RETURN_NONE;
+}
+
 /* Store the bits of a value. Returns 1, 0 for None, or -1 with an exception set. */
 static int as_bits(PyObject *given, uint64_t *bits)
 {
@@ -462,6 +485,9 @@ static PyMethodDef writer_methods[] = {
     {"begin_step", (PyCFunction)writer_begin_step, METH_O, NULL},
     {"end_data_wait", (PyCFunction)writer_end_data_wait, METH_NOARGS, NULL},
     {"end_step", (PyCFunction)writer_end_step, METH_NOARGS, NULL},
+    {"begin_forward", (PyCFunction)writer_begin_forward, METH_NOARGS, NULL},
+    {"end_forward", (PyCFunction)writer_end_forward, METH_NOARGS, NULL},
+    {"drop_forward", (PyCFunction)writer_drop_forward, METH_NOARGS, NULL},
     {"report", (PyCFunction)(void (*)(void))writer_report, METH_FASTCALL, NULL},
     {"try_report", (PyCFunction)(void (*)(void))writer_try_report, METH_FASTCALL, NULL},
     {"find_section", (PyCFunction)writer_find_section, METH_O, NULL},
@@ -979,10 +1005,10 @@ PyMODINIT_FUNC PyInit__native(void)
     PyTypeObject *pipelining =
         section == NULL ? NULL : add_type(module, &pipelining_spec, section);
     PyObject *layout = Py_BuildValue(
-        "(iiiiiiiiiiiiiiiiii)", INTERFACE, STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS,
+        "(iiiiiiiiiiiiiiiiiii)", INTERFACE, STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS,
         STATE_MICROBATCH, STATE_LOSS_STEP, STATE_LOSS, STATE_GRADIENT_NORM, STATE_DEPTH,
         STATE_EVALUATION_STEP, STATE_EVALUATION_LOSS, STATE_FRAMES, FRAMES, FRAME_WORDS,
-        GROUP_BYTES_SHIFT, WORDS, OP_STEP, OP_DATA_WAIT);
+        GROUP_BYTES_SHIFT, WORDS, OP_STEP, OP_DATA_WAIT, OP_FORWARD);
     if (writer_type == NULL || channel == NULL || pipelining == NULL ||
         layout == NULL || PyModule_AddObject(module, "LAYOUT", layout) < 0)
         Py_CLEAR(module);

@@ -55,7 +55,8 @@ class Writer:
     """
 
     __slots__ = (
-        *("_spans", "_state", "action", "chunk", "depth", "failures", "head", "mask", "owner"),
+        *("_forward_started_ns", "_spans", "_state", "action", "chunk", "depth", "failures"),
+        *("head", "mask", "owner"),
         *("sections", "step", "step_head", "step_started_ns", "timer", "transfer"),
         *("transfers_launched", "word2"),
     )
@@ -66,6 +67,7 @@ class Writer:
         self.step = 0
         self.step_started_ns = 0
         self.step_head = 0  # `head` when the step's data wait ended
+        self._forward_started_ns = 0  # 0: not in a forward pass
         self.chunk = NO_CHUNK
         self.word2 = NO_MICROBATCH
         self.owner = get_ident()
@@ -152,6 +154,20 @@ class Writer:
     def end_step(self) -> None:
         """Record the step that `begin_step` started."""
         self.write_simple(Op.STEP, self.step_started_ns, perf_counter_ns())
+
+    def begin_forward(self) -> None:
+        """Start a forward pass, or start it again."""
+        self._forward_started_ns = perf_counter_ns()
+
+    def end_forward(self) -> None:
+        """Record the forward pass, if it began in this step."""
+        started, self._forward_started_ns = self._forward_started_ns, 0
+        if started >= self.step_started_ns > 0:
+            self.write_simple(Op.FORWARD, started, perf_counter_ns())
+
+    def drop_forward(self) -> None:
+        """Forget the forward pass: there was none."""
+        self._forward_started_ns = 0
 
     def report(
         self,
