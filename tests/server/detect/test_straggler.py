@@ -60,6 +60,18 @@ def test_on_a_very_noisy_machine_a_throttled_rank_is_found_within_ten_steps():
         assert named(run.advance(10)) == [(2, [], False)]
 
 
+@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_work_of_varying_length_makes_no_straggler(world_size, seed):
+    """Each rank's time varies by a factor of e from step to step, and no lengths are reported."""
+    run = watched(Topology(world_size, 1, 1), seed, microbatches=1)
+    chance = np.random.default_rng(seed + 100)
+    for _ in range(60):
+        run.slow = dict(enumerate(np.exp(chance.normal(0.0, 1.0, world_size)).tolist()))
+        run.advance(1)
+    assert run.findings == []
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_levels_that_wander_on_a_busy_host_are_no_creep(seed):
     """Each rank drifts independently, up to 7% from its mean, over about ten steps."""

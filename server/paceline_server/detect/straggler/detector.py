@@ -34,7 +34,12 @@ from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
 from paceline_server.detect.shared_settings import LEAST_SECONDS
-from paceline_server.detect.statistics.change_point import KEPT, Shift, column_medians
+from paceline_server.detect.statistics.change_point import (
+    KEPT,
+    MAD_TO_SIGMA,
+    Shift,
+    column_medians,
+)
 from paceline_server.detect.statistics.creep import STEP_STEPS, Creep
 from paceline_server.detect.statistics.load import ComputeLoads
 from paceline_server.detect.statistics.peer_levels import FOLLOWED_STEPS, PeerLevels, Rise
@@ -48,6 +53,8 @@ Floats = npt.NDArray[np.float64]
 
 RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers are not more precise
 STEPS_BETWEEN_CHRONIC_CHECKS = 8
+CHANCE_SIGMAS = 4.0  # differences of this many standard errors are not chance
+MEDIAN_ERROR = 1.2533  # standard error of a median, relative to that of a mean
 ALIKE = 0.2  # relative change of a slowdown that is too small to report again
 
 Way = Literal["steady", "stalls", "host", "creeps"]
@@ -251,13 +258,29 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         rows = self._levels.unexplained_rows(self._against_peers)
         # Exceeded in three of four steps, so that noise around the threshold causes no finding.
         level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
+        typical = column_medians(rows)
         findings = self._chronic_recoveries(rows, observation)
         for rank in np.flatnonzero(level >= math.log(least)).tolist():
-            if rank not in self._chronic and not self._levels.explained[rank]:
-                typical = float(column_medians(rows[:, [rank]])[0])
-                self._chronic[rank] = self._report_chronic(rank, typical, observation)
+            is_known = rank in self._chronic or self._levels.explained[rank]
+            if not is_known and not self._may_be_chance(rank, rows, typical):
+                self._chronic[rank] = self._report_chronic(rank, float(typical[rank]), observation)
                 findings.append(self._chronic[rank])
         return findings
+
+    def _may_be_chance(self, rank: int, rows: Floats, typical: Floats) -> bool:
+        """Return whether the rank may be slower only because work differs from step to step.
+
+        It does with sequences of different lengths. How much levels scatter between steps, and how
+        much those of the other ranks differ, shows how much a level differs by chance.
+        """
+        size = typical.size // self._stages
+        first = rank // size * size
+        others = np.delete(typical[first : first + size], rank - first)
+        others = others[~np.isnan(others)]
+        between = np.median(np.abs(others - np.median(others))) if others.size > 1 else 0.0
+        within = np.nanmedian(np.abs(rows - typical)) * MEDIAN_ERROR / math.sqrt(len(rows))
+        limit = CHANCE_SIGMAS * MAD_TO_SIGMA * max(float(between), float(within))
+        return bool(typical[rank] < limit)
 
     def _chronic_recoveries(self, rows: Floats, observation: Observation) -> list[Finding]:
         """Clear the advice on ranks that have been as fast as their peers for long enough."""
