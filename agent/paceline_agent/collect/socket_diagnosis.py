@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 _NETLINK_SOCK_DIAG = 4
@@ -18,12 +19,14 @@ _ESTABLISHED = 1 << 1
 _INFO = 2  # INET_DIAG_INFO, struct tcp_info
 _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBBI48x")
-_MESSAGE = struct.Struct("=4B48x5I")  # struct inet_diag_msg
+_MESSAGE = struct.Struct("=B7x16s16s12x5I")  # struct inet_diag_msg
 _ATTRIBUTE = struct.Struct("=HH")
 _ROUND_TRIP_AT, _RETRANSMITS_AT, _BYTES_AT = 68, 100, 120  # offsets in struct tcp_info
 _ANSWER_BYTES = 1 << 16
 _PATIENCE_SECONDS = 1.0
 _MICROSECOND = 1e-6
+
+IPAddress = IPv4Address | IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Connection:
     """An established connection; counts are since it was opened."""
 
     inode: int  # /proc/PID/fd names it `socket:[INODE]`
+    local: IPAddress
+    remote: IPAddress
     round_trip_seconds: float  # smoothed; 0 before the first measurement
     retransmitted_segments: int
     acknowledged_bytes: int  # acknowledged part of the bytes that it sent
@@ -73,7 +78,9 @@ def parse_message(content: bytes) -> Connection | None:
     """Return the connection; None if `tcp_info` is too short (kernels before 4.1)."""
     if len(content) < _MESSAGE.size:
         return None
-    *_, inode = _MESSAGE.unpack_from(content)
+    family, source, target, *_, inode = _MESSAGE.unpack_from(content)
+    length = 4 if family == socket.AF_INET else 16
+    local, remote = _address(source[:length]), _address(target[:length])
     at = _MESSAGE.size
     while at + _ATTRIBUTE.size <= len(content):
         size, kind = _ATTRIBUTE.unpack_from(content, at)
@@ -82,11 +89,19 @@ def parse_message(content: bytes) -> Connection | None:
             (round_trip,) = struct.unpack_from("=I", info, _ROUND_TRIP_AT)
             (retransmits,) = struct.unpack_from("=I", info, _RETRANSMITS_AT)
             acknowledged, received = struct.unpack_from("=QQ", info, _BYTES_AT)
-            return Connection(inode, round_trip * _MICROSECOND, retransmits, acknowledged, received)
+            seconds = round_trip * _MICROSECOND
+            return Connection(inode, local, remote, seconds, retransmits, acknowledged, received)
         if size < _ATTRIBUTE.size:
             break
         at += (size + 3) & ~3
     return None
+
+
+def _address(packed: bytes) -> IPAddress:
+    """Return the address; as IPv4 if a socket for both protocols has mapped it into IPv6."""
+    address = ip_address(packed)
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return address if mapped is None else mapped
 
 
 def sockets_of(procfs_root: Path, pid: int) -> set[int] | None:

@@ -1,6 +1,6 @@
-"""TCP connections of each rank (gloo and NCCL's sockets): retransmits, bytes, round trips.
+"""TCP connections of each rank: interfaces, retransmits, bytes, round trips.
 
-The counts of a rank include its closed connections.
+They are gloo's and those of NCCL's sockets. The counts of a rank include its closed connections.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from paceline_agent.collect.contract import (
     LocalRank,
     Metric,
 )
-from paceline_agent.collect.socket_diagnosis import Connection, connections, sockets_of
+from paceline_agent.collect.interface_addresses import LOOPBACK, carriers, interface_of_address
+from paceline_agent.collect.socket_diagnosis import (
+    Connection,
+    IPAddress,
+    connections,
+    sockets_of,
+)
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 METRICS = (
@@ -29,7 +36,13 @@ METRICS = (
         "Established TCP connections of the rank's process.",
     ),
     Metric(
-        "paceline_rank_tcp_retransmitted_segments_total",
+        metric_names.RANK_TCP_INTERFACE_INFO,
+        "info",
+        None,
+        "Interface of some of the rank's connections; of a bond or VLAN also those below it.",
+    ),
+    Metric(
+        metric_names.RANK_TCP_RETRANSMITTED_SEGMENTS_TOTAL,
         "counter",
         None,
         "TCP segments the rank's process had to send again.",
@@ -74,6 +87,16 @@ class _Account:
                 self.received_bytes += last.received_bytes
         self.live = now
 
+    def interfaces(self, owners: dict[IPAddress, str]) -> set[str]:
+        """Return the interfaces that its connections use; between local processes, the loopback."""
+        used: set[str] = set()
+        for each in self.live.values():
+            if each.remote in owners or each.local.is_loopback:
+                used.add(LOOPBACK)
+            elif each.local in owners:
+                used.add(owners[each.local])
+        return used
+
     def values(self) -> dict[str, float]:
         live = self.live.values()
         values = {
@@ -98,6 +121,7 @@ class TcpCollector(Collector):
         super().__init__(context)
         self._accounts: dict[tuple[str, int, int, int], _Account] = {}
         self._scanned_ns: int | None = None
+        self._sysfs = context.sysfs_root
 
     def collect(self, now_ns: int) -> Collected:
         if self.context.procfs_root != Path("/proc"):
@@ -108,6 +132,7 @@ class TcpCollector(Collector):
             return Collected()
         try:
             found = {each.inode: each for each in connections()}
+            owners = interface_of_address(self.context.procfs_root)
         except OSError as error:
             raise CollectorUnavailable(f"no TCP diagnosis: {error}") from error
         known = {_key(rank): self._accounts.get(_key(rank)) or _Account() for rank in ranks}
@@ -116,13 +141,17 @@ class TcpCollector(Collector):
             for rank in ranks:
                 known[_key(rank)].sockets = sockets_of(self.context.procfs_root, rank.pid)
         self._accounts = known
-        return Collected(samples=self._samples(ranks, found, now_ns))
+        return Collected(samples=self._samples(ranks, found, owners, now_ns))
 
     def _is_time_to_look(self, now_ns: int) -> bool:
         return self._scanned_ns is None or not 0 <= now_ns - self._scanned_ns < _LOOK_AGAIN_NS
 
     def _samples(
-        self, ranks: Sequence[LocalRank], found: dict[int, Connection], now_ns: int
+        self,
+        ranks: Sequence[LocalRank],
+        found: dict[int, Connection],
+        owners: dict[IPAddress, str],
+        now_ns: int,
     ) -> list[Sample]:
         samples = []
         for rank in ranks:
@@ -133,6 +162,10 @@ class TcpCollector(Collector):
             labels = {"job": rank.job, "rank": str(rank.rank)}
             for name, value in account.values().items():
                 samples.append(Sample(f"paceline_rank_tcp_{name}", labels, value, now_ns))
+            used = account.interfaces(owners)
+            for device in sorted({each for one in used for each in carriers(self._sysfs, one)}):
+                place = labels | {"device": device}
+                samples.append(Sample(metric_names.RANK_TCP_INTERFACE_INFO, place, 1.0, now_ns))
         return samples
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from paceline_server.detect.causes.interfaces import may_be_used
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.telemetry import MetricSeries
+from paceline_wire import metric_names
 
 # Enough for a median. Reading all 10,000 ranks of a large job would make each diagnosis slow.
 MAX_PEERS = 16
@@ -24,7 +25,7 @@ class Scope(Enum):
     RANK = "rank"
     NODE = "node"
     DEVICE = "device"  # one of several on a node: port, disk
-    INTERFACE = "interface"  # a network interface that the job may use
+    INTERFACE = "interface"  # a network interface that the ranks may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,22 @@ class Suspect:
         ]
 
     def may_use(self, interface: str) -> bool:
-        """Return whether the interface may carry the job's traffic."""
+        """Return whether the interface may carry traffic of the suspect's ranks."""
+        used = self._used_interfaces()
+        if used:
+            return interface in used
         telemetry = self.observation.telemetry
         return may_be_used(telemetry, self.node, interface, self.onset_ns)
+
+    def _used_interfaces(self) -> set[str]:
+        """Return the interfaces of the ranks' connections; empty if they are not known."""
+        telemetry, job = self.observation.telemetry, self.generation.job
+        name = metric_names.RANK_TCP_INTERFACE_INFO
+        return {
+            found.get("device", "")
+            for rank in self.ranks
+            for found, _ in telemetry.all_of(self.node, name, job=job, rank=str(rank))
+        }
 
     def series(self, metric: str, device: MeasuredDevice) -> MetricSeries | None:
         found = self.observation.telemetry.find(device.node, metric, **device.labels)

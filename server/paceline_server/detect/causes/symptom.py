@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -21,6 +21,10 @@ from paceline_server.percent import percent
 _NS = 1e9
 # A value this close to its past is no evidence, whatever the peers show.
 _UNCHANGED_SCORE = 0.5
+
+# Kinds of what the rank's own process does or waits for. Data and checkpoints may come from its
+# workers or through the kernel.
+_IN_THE_PROCESS = frozenset({"straggler", "slow_link"})
 
 # (current value, expected value) -> the largest slowdown that this explains
 Prediction = Callable[[float, float], float]
@@ -113,12 +117,31 @@ def weigh_symptom(suspect: Suspect, symptom: Symptom) -> WeighedEvidence | None:
 
 def weigh_symptoms(suspect: Suspect, symptoms: Iterable[Symptom]) -> list[WeighedEvidence]:
     """Return one result per cause, with all symptoms of the cause combined."""
-    by_cause: dict[str, list[WeighedEvidence]] = {}
+    by_cause: dict[str, list[tuple[Scope, WeighedEvidence]]] = {}
     for symptom in symptoms:
         found = weigh_symptom(suspect, symptom)
         if found is not None:
-            by_cause.setdefault(symptom.cause, []).append(found)
-    return [combine(cause, weighed) for cause, weighed in by_cause.items()]
+            by_cause.setdefault(symptom.cause, []).append((symptom.scope, found))
+    return [
+        combine(cause, _of_the_suspect(suspect.kind, weighed))
+        for cause, weighed in by_cause.items()
+    ]
+
+
+def _of_the_suspect(
+    kind: str, weighed: Sequence[tuple[Scope, WeighedEvidence]]
+) -> list[WeighedEvidence]:
+    """Return the evidence; what the whole node shows explains nothing if the ranks show nothing.
+
+    Another program may wait for CPUs or memory, or lose packets, on a node whose ranks do not.
+    """
+    own = [found for scope, found in weighed if scope is Scope.RANK]
+    if not own or kind not in _IN_THE_PROCESS or any(found.weight > 0 for found in own):
+        return [found for _, found in weighed]
+    return [
+        replace(found, weight=min(found.weight, 0.0)) if scope is Scope.NODE else found
+        for scope, found in weighed
+    ]
 
 
 def combine(cause: str, weighed: Sequence[WeighedEvidence]) -> WeighedEvidence:

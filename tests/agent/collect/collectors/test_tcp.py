@@ -4,13 +4,17 @@ import contextlib
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline_agent.collect.collectors.tcp import TcpCollector
 from paceline_agent.collect.contract import CollectorUnavailable, LocalRank
+from paceline_agent.collect.interface_addresses import carriers
 from paceline_agent.collect.socket_diagnosis import connections, sockets_of
+from tests.cli.preflight.conftest import NetworkNodes
 
 MINUTE_NS = 60 * 10**9
 RANK = "{job=job-a,rank=3}"
@@ -66,6 +70,61 @@ def test_bytes_go_on_when_a_connection_is_closed(tcp, series):
     assert after[count] == before[count]
     assert after[f"paceline_rank_tcp_retransmitted_segments_total{RANK}"] >= 0
     assert not any("rank=4" in name for name in after)  # the process is gone: unknown, not 0
+
+
+def test_connections_between_local_processes_use_the_loopback_interface(tcp, series):
+    with connection():
+        found = series(tcp.collect(0))
+    assert found["paceline_rank_tcp_interface_info{device=lo,job=job-a,rank=3}"] == 1
+
+
+CONNECTED = """
+import os, pathlib, socket, sys
+from paceline_agent.collect.collectors.tcp import TcpCollector
+from paceline_agent.collect.contract import Context, LocalRank
+rank = LocalRank(job="job-a", generation=0, rank=3, local_rank=0, pid=os.getpid())
+context = Context(
+    node_directory=pathlib.Path("/nowhere"), sysfs_root=pathlib.Path("/sys"),
+    procfs_root=pathlib.Path("/proc"), kmsg_path=pathlib.Path("/dev/null"),
+    local_ranks=lambda: [rank],
+)
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=10):
+    for sample in TcpCollector(context).collect(0).samples:
+        if sample.name.endswith("_info"):
+            print(sample.labels["device"])
+"""
+LISTENING = """
+import socket
+server = socket.create_server(("", 0))
+print(server.getsockname()[1], flush=True)
+server.accept()[0].recv(1)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_connections_to_another_machine_use_the_interface_of_their_address(tcp):
+    with contextlib.ExitStack() as cleanup:
+        nodes = NetworkNodes(2, cleanup)
+        here, there = (("ip", "netns", "exec", name) for name in nodes.names)
+        command = [*there, sys.executable, "-c", LISTENING]
+        server = cleanup.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        cleanup.callback(server.kill)
+        port = server.stdout.readline().strip()
+        found = subprocess.run(
+            [*here, sys.executable, "-c", CONNECTED, "10.213.7.2", port],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert found.stdout.split() == ["eth0"], found.stderr
+
+
+def test_a_bond_below_a_vlan_is_carried_by_its_cards(tmp_path):
+    for interface, lower in (("vlan7", "bond0"), ("bond0", "eth0"), ("bond0", "eth1")):
+        (tmp_path / "class/net" / interface / f"lower_{lower}").mkdir(parents=True)
+    assert carriers(tmp_path, "vlan7") == {"vlan7", "bond0", "eth0", "eth1"}
+    assert carriers(tmp_path, "eth9") == {"eth9"}
 
 
 def test_ipv6_counts_too(tcp, series):

@@ -107,6 +107,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("paceline_device_pcie_width_max", "pci", 10, 16),
     counter("node_network_receive_drop_total", "nic", 5, 0.2, noise=0.2, begins=1e4),
     counter("node_netstat_Tcp_RetransSegs", "node", 2, 0.5, noise=0.5, begins=1e4),
+    counter("paceline_rank_tcp_retransmitted_segments_total", "rank", 10, 0.2, noise=0.2),
     counter("paceline_kernel_log_lost_total", "node", 1),
 )  # fmt: skip
 

@@ -111,6 +111,12 @@ def contention(fleet: Fleet, chance: random.Random, slowdown: float) -> None:
     fleet.fault(NODE, "paceline_rank_process_context_switches_total", RANK, switches)
 
 
+def tcp_loss(fleet: Fleet, chance: random.Random, slowdown: float) -> None:
+    again = chance.uniform(40, 5000)
+    fleet.fault(NODE, "node_netstat_Tcp_RetransSegs", "", since_onset(again))
+    fleet.fault(NODE, "paceline_rank_tcp_retransmitted_segments_total", RANK, since_onset(again))
+
+
 def starved(fleet: Fleet, chance: random.Random, slowdown: float) -> None:
     """Simulate a memory shortage without swapping."""
     wait = _stall(slowdown) + 0.05
@@ -188,7 +194,7 @@ SICKNESSES: tuple[Sickness, ...] = (
     Sickness("low link rate", "slow_link", level(f"{IB}rate_bytes_per_second", PORT, 25e9, 12.5e9)),
     Sickness("link errors", "slow_link", cable, 20),
     Sickness("packet loss", "slow_link", loss, 20),
-    Sickness("packet loss", "slow_link", rate("node_netstat_Tcp_RetransSegs", "", 40, 5000), 20),
+    Sickness("packet loss", "slow_link", tcp_loss, 30),
     Sickness("network congestion", "slow_link", congestion, 20),
     Sickness("link down", "slow_link", flap, 20),
     Sickness(

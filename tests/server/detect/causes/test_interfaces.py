@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from measured_fleet import START_NS, Fleet
+from measured_fleet import JOB, START_NS, Fleet
 
-from paceline_server.detect.causes.catalog import LINK_DOWN
+from paceline_server.detect.causes.catalog import LINK_DOWN, UNKNOWN
 from paceline_wire.batch import Sample
+from paceline_wire.metric_names import RANK_TCP_INTERFACE_INFO
 
 SECONDS = 75
 ONSET = 60
@@ -52,3 +53,13 @@ def test_an_interface_with_traffic_that_goes_down_is_the_cause() -> None:
     found = fleet.diagnose(2, kind="slow_link", peer=5)
     assert (found.cause, found.on_node) == (LINK_DOWN, True)
     assert any("ens9" in line.text for line in found.evidence)
+
+
+@pytest.mark.parametrize(("used", "cause"), [("eth0", UNKNOWN), ("ens9", LINK_DOWN)])
+def test_only_an_interface_of_the_ranks_connections_is_the_cause(used: str, cause: str) -> None:
+    fleet = with_interface(Fleet(seed=4), "ens9", BUSY)
+    for rank in range(8):
+        labels = {"job": JOB, "rank": str(rank), "device": used}
+        sample = Sample(RANK_TCP_INTERFACE_INFO, labels, 1.0, START_NS)
+        fleet.telemetry.add(f"node-{rank // 2}", sample)
+    assert fleet.diagnose(2, kind="slow_link", peer=5).cause == cause

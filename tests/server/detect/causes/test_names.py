@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.collectors.nvml import NvmlCollector
 from paceline_agent.collect.collectors.storage import StorageCollector
+from paceline_agent.collect.collectors.tcp import TcpCollector
 from paceline_agent.collect.contract import CollectorUnavailable, Context, LocalRank
 from paceline_agent.collect.pool import ProcessLane
 from paceline_demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
@@ -183,6 +186,10 @@ async def test_every_metric_that_is_read_is_emitted_by_a_collector(context, tmp_
                 samples += collector(context).collect(1).everything()
     here = replace(context, procfs_root=Path("/proc"))  # read no file systems of another tree
     samples += StorageCollector(here).collect(1).everything()
+    here = replace(here, local_ranks=lambda: [replace(context.local_ranks()[0], pid=os.getpid())])
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()):
+        samples += TcpCollector(here).collect(1).everything()
     emitted = {sample.name: sample.labels.keys() for sample in samples}
     assert STORED_METRICS.keys() - emitted.keys() == set()
     for name, labels in STORED_METRICS.items():

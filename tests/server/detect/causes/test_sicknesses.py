@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 
 import pytest
-from measured_fleet import Fleet
+from measured_fleet import Fleet, since_onset
 from sicknesses import DISTRACTORS, SICKNESSES, Sickness, small_drop, thermal
 
 from paceline_server.detect.causes.catalog import CAUSES, UNKNOWN
@@ -92,6 +92,23 @@ def test_a_slightly_lower_clock_does_not_explain_a_large_slowdown():
     fleet.play(75)
     assert fleet.diagnose(slowdown=1.11).cause == "low SM clock"
     assert fleet.diagnose(slowdown=2.5).cause == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "rate"),
+    [
+        ("straggler", "node_pressure_cpu_waiting_seconds_total", 0.6),
+        ("slow_link", "node_netstat_Tcp_RetransSegs", 400.0),
+    ],
+)
+def test_another_program_on_the_node_explains_nothing(kind, metric, rate):
+    """The rank itself waits for no CPU and sends nothing again."""
+    fleet = Fleet(seed=7)
+    fleet.fault("node-1", metric, "", since_onset(rate))
+    fleet.play(90)
+    found = fleet.diagnose(kind=kind, slowdown=1.5)
+    assert found.cause == UNKNOWN
+    assert not found.on_node
 
 
 @pytest.mark.campaign

@@ -110,6 +110,13 @@ SYMPTOMS = (
         Scope.NODE,
     ),
     _per_second(
+        PACKET_LOSS,
+        metric_names.RANK_TCP_RETRANSMITTED_SEGMENTS_TOTAL,
+        "rate of TCP retransmits",
+        5.0,
+        Scope.RANK,
+    ),
+    _per_second(
         NETWORK_CONGESTION,
         f"{_IB}np_cnp_packets_sent_total",
         "rate of congestion notifications sent",
