@@ -14,10 +14,13 @@ export interface Part {
 }
 
 const PARTS: readonly Omit<Part, "seconds" | "ratio">[] = [
-  { key: "compute_seconds", label: "compute", hint: "forward and backward", useful: true },
+  { key: "compute_seconds", label: "compute", hint: "forward and backward, at the pace of the peers", useful: true },
   { key: "optimizer_seconds", label: "optimizer", hint: "optimizer step", useful: true },
-  { key: "communication_seconds", label: "communication", hint: "exposed: ranks blocked in communication", useful: true },
-  { key: "bubble_seconds", label: "bubble", hint: "idle within the pipeline schedule", useful: true },
+  { key: "communication_seconds", label: "communication", hint: "exposed transfers", useful: true },
+  { key: "bubble_seconds", label: "bubble", hint: "idle, as the pipeline schedule has it", useful: true },
+  { key: "straggler_seconds", label: "stragglers", hint: "slow ranks, and waits for them", useful: false },
+  { key: "peer_wait_seconds", label: "waits for peers", hint: "for the last rank of a collective or transfer", useful: false },
+  { key: "bubble_excess_seconds", label: "excess bubble", hint: "idle beyond the pipeline schedule", useful: false },
   { key: "data_wait_seconds", label: "data wait", hint: "waiting for the next batch", useful: false },
   { key: "checkpoint_seconds", label: "checkpoint", hint: "saving", useful: false },
   { key: "lost_seconds", label: "lost steps", hint: "work lost in restarts", useful: false },

@@ -1168,18 +1168,21 @@ export interface components {
          *       "generation": 1,
          *       "id": "job-ec83bfc8",
          *       "ledger": {
-         *         "bubble_seconds": 4.3,
+         *         "bubble_excess_seconds": 0.7,
+         *         "bubble_seconds": 1.7,
          *         "checkpoint_seconds": 0.1,
-         *         "communication_seconds": 9.3,
-         *         "compute_seconds": 14,
+         *         "communication_seconds": 1.1,
+         *         "compute_seconds": 11.2,
          *         "data_wait_seconds": 0.1,
-         *         "goodput_ratio": 0.66,
+         *         "goodput_ratio": 0.33,
          *         "idle_seconds": 1.4,
          *         "lost_seconds": 0,
          *         "lost_steps": 0,
          *         "optimizer_seconds": 0,
+         *         "peer_wait_seconds": 0.4,
          *         "restart_seconds": 0,
          *         "startup_seconds": 12.7,
+         *         "straggler_seconds": 12.5,
          *         "useful_steps": 27,
          *         "wall_seconds": 41.9
          *       },
@@ -1586,18 +1589,21 @@ export interface components {
          *           "generation": 1,
          *           "id": "job-ec83bfc8",
          *           "ledger": {
-         *             "bubble_seconds": 4.3,
+         *             "bubble_excess_seconds": 0.7,
+         *             "bubble_seconds": 1.7,
          *             "checkpoint_seconds": 0.1,
-         *             "communication_seconds": 9.3,
-         *             "compute_seconds": 14,
+         *             "communication_seconds": 1.1,
+         *             "compute_seconds": 11.2,
          *             "data_wait_seconds": 0.1,
-         *             "goodput_ratio": 0.66,
+         *             "goodput_ratio": 0.33,
          *             "idle_seconds": 1.4,
          *             "lost_seconds": 0,
          *             "lost_steps": 0,
          *             "optimizer_seconds": 0,
+         *             "peer_wait_seconds": 0.4,
          *             "restart_seconds": 0,
          *             "startup_seconds": 12.7,
+         *             "straggler_seconds": 12.5,
          *             "useful_steps": 27,
          *             "wall_seconds": 41.9
          *           },
@@ -1716,8 +1722,13 @@ export interface components {
              */
             tp: number;
         };
-        /** LedgerModel */
+        /**
+         * LedgerModel
+         * @description The job's wall time; see docs/efficiency.md. The parts sum to `wall_seconds`.
+         */
         LedgerModel: {
+            /** Bubble Excess Seconds */
+            bubble_excess_seconds: number;
             /** Bubble Seconds */
             bubble_seconds: number;
             /** Checkpoint Seconds */
@@ -1738,10 +1749,14 @@ export interface components {
             lost_steps: number;
             /** Optimizer Seconds */
             optimizer_seconds: number;
+            /** Peer Wait Seconds */
+            peer_wait_seconds: number;
             /** Restart Seconds */
             restart_seconds: number;
             /** Startup Seconds */
             startup_seconds: number;
+            /** Straggler Seconds */
+            straggler_seconds: number;
             /** Useful Steps */
             useful_steps: number;
             /** Wall Seconds */
@@ -2157,6 +2172,7 @@ export interface components {
          * Step
          * @description One finished step; times are means over ranks.
          * @example {
+         *       "bubble_excess_seconds": 0.04,
          *       "bubble_seconds": 0.21,
          *       "bubbles": [
          *         {
@@ -2171,17 +2187,22 @@ export interface components {
          *       "data_wait_seconds": 0,
          *       "duration_seconds": 1.35,
          *       "generation": 1,
+         *       "goodput_ratio": 0.42,
          *       "gradient_norm": 0.71,
          *       "loss": 2.965,
          *       "optimizer_seconds": 0,
+         *       "peer_wait_seconds": 0.02,
          *       "slowest_rank": 2,
          *       "slowest_slowdown": 2.5,
          *       "started_at": "2026-11-20T20:16:12.000000Z",
          *       "step": 26,
+         *       "straggler_seconds": 0.72,
          *       "wait_seconds": 0.51
          *     }
          */
         Step: {
+            /** Bubble Excess Seconds */
+            bubble_excess_seconds?: number | null;
             /** Bubble Seconds */
             bubble_seconds: number;
             /** Bubbles */
@@ -2198,12 +2219,16 @@ export interface components {
             duration_seconds: number;
             /** Generation */
             generation: number;
+            /** Goodput Ratio */
+            goodput_ratio?: number | null;
             /** Gradient Norm */
             gradient_norm: number | null;
             /** Loss */
             loss: number | null;
             /** Optimizer Seconds */
             optimizer_seconds: number;
+            /** Peer Wait Seconds */
+            peer_wait_seconds?: number | null;
             /** Slowest Rank */
             slowest_rank: number | null;
             /** Slowest Slowdown */
@@ -2215,6 +2240,8 @@ export interface components {
             started_at: string;
             /** Step */
             step: number;
+            /** Straggler Seconds */
+            straggler_seconds?: number | null;
             /** Wait Seconds */
             wait_seconds: number;
         };
@@ -2223,6 +2250,7 @@ export interface components {
          * @example {
          *       "items": [
          *         {
+         *           "bubble_excess_seconds": 0.04,
          *           "bubble_seconds": 0.21,
          *           "bubbles": [
          *             {
@@ -2237,13 +2265,16 @@ export interface components {
          *           "data_wait_seconds": 0,
          *           "duration_seconds": 1.35,
          *           "generation": 1,
+         *           "goodput_ratio": 0.42,
          *           "gradient_norm": 0.71,
          *           "loss": 2.965,
          *           "optimizer_seconds": 0,
+         *           "peer_wait_seconds": 0.02,
          *           "slowest_rank": 2,
          *           "slowest_slowdown": 2.5,
          *           "started_at": "2026-11-20T20:16:12.000000Z",
          *           "step": 26,
+         *           "straggler_seconds": 0.72,
          *           "wait_seconds": 0.51
          *         }
          *       ]

@@ -21,6 +21,9 @@ LEDGER_PARTS = (
     "compute",
     "communication",
     "bubble",
+    "straggler",
+    "peer_wait",
+    "bubble_excess",
     "data_wait",
     "optimizer",
     "checkpoint",
@@ -163,7 +166,7 @@ def show_ledger(ledger: dict[str, Any]) -> None:
     parts = [
         f"{part.replace('_', ' ')} {render.percent(ledger[f'{part}_seconds'] / wall)}"
         for part in LEDGER_PARTS
-        if ledger[f"{part}_seconds"] >= wall / 1000
+        if ledger.get(f"{part}_seconds", 0.0) >= wall / 1000  # an earlier server lacks some
     ]
     click.echo(f"{render.seconds(wall)} of wall time: " + ", ".join(parts))
 

@@ -16,9 +16,12 @@ _SUMMARY = (
 )
 _LEDGER = {
     "wall_seconds": 41.9,
-    "compute_seconds": 14.0,
-    "communication_seconds": 9.3,
-    "bubble_seconds": 4.3,
+    "compute_seconds": 11.2,
+    "communication_seconds": 1.1,
+    "bubble_seconds": 1.7,
+    "straggler_seconds": 12.5,
+    "peer_wait_seconds": 0.4,
+    "bubble_excess_seconds": 0.7,
     "data_wait_seconds": 0.1,
     "optimizer_seconds": 0.0,
     "checkpoint_seconds": 0.1,
@@ -26,7 +29,7 @@ _LEDGER = {
     "restart_seconds": 0.0,
     "startup_seconds": 12.7,
     "idle_seconds": 1.4,
-    "goodput_ratio": 0.66,
+    "goodput_ratio": 0.33,
     "useful_steps": 27,
     "lost_steps": 0,
 }
@@ -99,6 +102,10 @@ _STEP = {
     "data_wait_seconds": 0.0,
     "optimizer_seconds": 0.0,
     "checkpoint_seconds": 0.0,
+    "straggler_seconds": 0.72,
+    "peer_wait_seconds": 0.02,
+    "bubble_excess_seconds": 0.04,
+    "goodput_ratio": 0.42,
     "bubbles": [{"stage": 0, "measured_ratio": 0.149, "theory_ratio": 0.111}],
 }
 _GRID = {

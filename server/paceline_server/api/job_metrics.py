@@ -112,7 +112,9 @@ def _incidents(kinds: Iterable[str]) -> Metric:
 def _each(jobs: Iterable[JobRow]) -> Iterator[Metric]:
     labels = ["job_id", "job"]
     goodput = GaugeMetricFamily(
-        "paceline_job_goodput_ratio", "Share of wall time spent on useful steps.", labels=labels
+        "paceline_job_goodput_ratio",
+        "Time that the steps need on healthy peers over wall time.",
+        labels=labels,
     )
     pace = GaugeMetricFamily(
         "paceline_job_step_duration_seconds", "Median duration of recent steps.", labels=labels

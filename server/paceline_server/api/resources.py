@@ -18,7 +18,7 @@ from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
 from paceline_server.policy import mode_in_effect
 from paceline_server.steps.grid import RankGrid, grid_of
-from paceline_server.steps.types import Ledger, StepMeans, StepSummary
+from paceline_server.steps.types import LOSSES, Ledger, StepMeans, StepSummary
 from paceline_server.store import models, queries, rank_evidence
 from paceline_server.store.shares import medians, newest_shares, without_ranks
 from paceline_server.whatif.online import RunReplay
@@ -106,6 +106,8 @@ def ranks(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.RankPage
 def step(summary: StepSummary) -> schemas.Step:
     summary = without_ranks(summary)
     means = {} if summary.means is None else msgspec.structs.asdict(summary.means)
+    goodput = summary.goodput
+    lost: dict[str, Any] = {name: getattr(goodput, name) for name in LOSSES} if goodput else {}
     return schemas.Step(
         generation=summary.generation,
         step=summary.step,
@@ -115,6 +117,8 @@ def step(summary: StepSummary) -> schemas.Step:
         gradient_norm=finite(summary.gradient_norm),
         slowest_rank=summary.slowest_rank,
         slowest_slowdown=finite(summary.slowest_slowdown),
+        goodput_ratio=summary.goodput_ratio,
+        **lost,
         bubbles=[schemas.StageBubbleModel(**msgspec.to_builtins(b)) for b in summary.bubbles],
         **{name: means.get(name, 0.0) for name in StepMeans.__struct_fields__},
     )

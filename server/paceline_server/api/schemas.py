@@ -72,10 +72,15 @@ class Verdict(Resource):
 
 
 class LedgerModel(Resource):
+    """The job's wall time; see docs/efficiency.md. The parts sum to `wall_seconds`."""
+
     wall_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    bubble_seconds: float
+    compute_seconds: float  # at the pace of the peers
+    communication_seconds: float  # exposed transfers, without waits
+    bubble_seconds: float  # idle time that the schedule has
+    straggler_seconds: float  # lost to slow ranks, by themselves and by those that wait for them
+    peer_wait_seconds: float  # lost: other waits for the last rank of a collective or transfer
+    bubble_excess_seconds: float  # lost: idle time beyond the schedule
     data_wait_seconds: float
     optimizer_seconds: float
     checkpoint_seconds: float
@@ -83,6 +88,7 @@ class LedgerModel(Resource):
     restart_seconds: float
     startup_seconds: float
     idle_seconds: float
+    # time that the same steps need on healthy peers over wall time
     goodput_ratio: float | None
     useful_steps: int
     lost_steps: int
@@ -176,6 +182,11 @@ class Step(Resource):
     data_wait_seconds: float
     optimizer_seconds: float
     checkpoint_seconds: float
+    # lost time, contained in the times above; null: not known
+    straggler_seconds: float | None = None
+    peer_wait_seconds: float | None = None
+    bubble_excess_seconds: float | None = None
+    goodput_ratio: float | None = None  # the rest without data wait and checkpoint, over duration
     bubbles: list[StageBubbleModel]
 
 

@@ -33,6 +33,7 @@ from paceline_server.policy import Policy
 from paceline_server.steps.model import StepModel
 from paceline_server.steps.timing import StepTiming
 from paceline_server.steps.types import StepSummary
+from paceline_server.whatif.goodput import step_goodput
 from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import (
     Batch,
@@ -204,12 +205,18 @@ class RunningGeneration:
         finished = self.model.take_finished()
         self._new_timings = [timing for _, timing in finished]
         self._remember(self._new_timings)
-        steps = [summary for summary, _ in finished]
+        steps = [self._with_goodput(summary, timing) for summary, timing in finished]
         for summary in steps:
             self._durations.append(summary.duration_seconds)
             self._joined.add(summary, now_ns)
         self._steps_finished += len(steps)
         return steps
+
+    def _with_goodput(self, summary: StepSummary, timing: StepTiming) -> StepSummary:
+        topology, metadata = self.generation.topology, self.model.metadata
+        least = self._policy.straggler_slowdown
+        goodput = step_goodput(summary, timing, topology, metadata, least)
+        return replace_fields(summary, goodput=goodput)
 
     def _relocate(self) -> None:
         """Adopt the topology that all ranks report, which they may recognize after they began.

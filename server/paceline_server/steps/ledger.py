@@ -13,11 +13,14 @@ from statistics import fmean
 
 import msgspec
 
-from paceline_server.steps.types import Ledger, StepSummary
+from paceline_server.steps.types import Ledger, StepGoodput, StepSummary
 
 # Steps that a restart can still revoke (about 100 bytes each). If a job goes back further, the
 # older steps stay counted as useful.
 MAXIMUM_REVOCABLE_STEPS = 1 << 16
+
+_MEASURED = ("compute", "communication", "bubble", "data_wait", "optimizer", "checkpoint")
+_SPLIT = tuple(name.removesuffix("_seconds") for name in StepGoodput.__struct_fields__)
 
 
 class _PartTimes(msgspec.Struct, array_like=True):
@@ -30,6 +33,9 @@ class _PartTimes(msgspec.Struct, array_like=True):
     optimizer: int = 0
     checkpoint: int = 0
     other: int = 0
+    straggler: int = 0
+    peer_wait: int = 0
+    bubble_excess: int = 0
 
     def add(self, times: _PartTimes, sign: int = 1) -> None:
         for part in self.__struct_fields__:
@@ -150,6 +156,9 @@ class GoodputLedger:
             compute_seconds=sums.compute / 1e9,
             communication_seconds=sums.communication / 1e9,
             bubble_seconds=sums.bubble / 1e9,
+            straggler_seconds=sums.straggler / 1e9,
+            peer_wait_seconds=sums.peer_wait / 1e9,
+            bubble_excess_seconds=sums.bubble_excess / 1e9,
             data_wait_seconds=sums.data_wait / 1e9,
             optimizer_seconds=sums.optimizer / 1e9,
             checkpoint_seconds=sums.checkpoint / 1e9,
@@ -172,15 +181,10 @@ def _part_times(summary: StepSummary, length_ns: int) -> _PartTimes:
     ranks = summary.ranks
     if not ranks or summary.duration_seconds <= 0:
         return _PartTimes(other=length_ns)
-    means = (
-        fmean(rank.compute_seconds for rank in ranks),
-        fmean(rank.communication_seconds for rank in ranks),
-        fmean(rank.bubble_seconds for rank in ranks),
-        fmean(rank.data_wait_seconds for rank in ranks),
-        fmean(rank.optimizer_seconds for rank in ranks),
-        fmean(rank.checkpoint_seconds for rank in ranks),
-    )
-    scale = length_ns / max(summary.duration_seconds, sum(means))
-    times = _PartTimes(*(int(mean * scale) for mean in means))
+    means = {part: fmean(getattr(rank, f"{part}_seconds") for rank in ranks) for part in _MEASURED}
+    if summary.goodput is not None:
+        means |= {part: getattr(summary.goodput, f"{part}_seconds") for part in _SPLIT}
+    scale = length_ns / max(summary.duration_seconds, sum(means.values()))
+    times = _PartTimes(**{part: int(mean * scale) for part, mean in means.items()})
     times.other = length_ns - times.total
     return times

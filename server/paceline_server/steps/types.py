@@ -56,6 +56,24 @@ class StepMeans(msgspec.Struct, frozen=True, array_like=True):
     checkpoint_seconds: float
 
 
+class StepGoodput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The compute, communication and bubble of one step, split into needed and lost time.
+
+    Means over the ranks; they sum to those of the three parts. Needed is what the step would have
+    taken on healthy peers (docs/efficiency.md).
+    """
+
+    compute_seconds: float
+    communication_seconds: float  # exposed transfers
+    bubble_seconds: float  # idle time that the schedule has
+    straggler_seconds: float  # lost: slow ranks, and waits for them
+    peer_wait_seconds: float  # lost: other waits for the last rank of a collective or transfer
+    bubble_excess_seconds: float  # lost: idle time beyond the schedule
+
+
+LOSSES = ("straggler_seconds", "peer_wait_seconds", "bubble_excess_seconds")
+
+
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One finished optimizer step of the whole job."""
 
@@ -71,20 +89,38 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     # Stored once the ranks are no longer listed:
     means: StepMeans | None = None
     slowest_slowdown: float | None = None
+    goodput: StepGoodput | None = None
+
+    @property
+    def goodput_ratio(self) -> float | None:
+        """Return the time that the step needed on healthy peers over its duration.
+
+        None if it is not known, or while the ranks are listed.
+        """
+        needed, means = self.goodput, self.means
+        if needed is None or means is None or self.duration_seconds <= 0:
+            return None
+        seconds = needed.compute_seconds + needed.communication_seconds + needed.bubble_seconds
+        return (seconds + means.optimizer_seconds) / self.duration_seconds
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """The job's wall time by part, in seconds; the parts sum to `wall_seconds`.
 
-    Within steps, parts are means over ranks. `lost_seconds`: steps that a restart repeated (they
-    are not part of the others). `restart_seconds`: from the last step before a restart to the first
-    one after it. `startup_seconds`: from creation to the first step. `idle_seconds`: the rest.
+    Within steps, parts are means over ranks; compute, communication and bubble are what the steps
+    need, the lines of `StepGoodput` what they lose. `lost_seconds`: steps that a restart repeated
+    (they are not part of the others). `restart_seconds`: from the last step before a restart to the
+    first one after it. `startup_seconds`: from creation to the first step. `idle_seconds`: the
+    rest.
     """
 
     wall_seconds: float = 0.0
     compute_seconds: float = 0.0
     communication_seconds: float = 0.0
     bubble_seconds: float = 0.0
+    straggler_seconds: float = 0.0
+    peer_wait_seconds: float = 0.0
+    bubble_excess_seconds: float = 0.0
     data_wait_seconds: float = 0.0
     optimizer_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
@@ -92,6 +128,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     restart_seconds: float = 0.0
     startup_seconds: float = 0.0
     idle_seconds: float = 0.0
-    goodput_ratio: float | None = None  # (compute + optimizer + communication + bubble) / wall
+    # compute, optimizer, communication and bubble, as needed on healthy peers, over wall
+    goodput_ratio: float | None = None
     useful_steps: int = 0
     lost_steps: int = 0

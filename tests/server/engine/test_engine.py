@@ -14,6 +14,7 @@ from paceline_server.steps.types import RankStep, StepSummary
 from paceline_wire.batch import RankAttached
 from paceline_wire.ring import Frame, Identity, section_op
 from paceline_wire.spans import Op
+from paceline_wire.topology import Topology
 
 PARTS = (
     "compute_seconds",
@@ -299,3 +300,23 @@ def test_a_step_waits_briefly_for_its_loss():
 def test_before_the_first_placement_outcomes_are_empty():
     engine = Engine("job")
     assert engine.tick(START_NS) == Outcome()
+
+
+def test_a_straggler_costs_goodput_what_its_repair_would_gain():
+    """By hand: 8 microbatches of 20 + 40 ms fill a healthy step of 0.48 s. At half the speed the
+    step takes 0.96 s, and the three other ranks wait for the half of it."""
+    job = SimulatedJob(Topology(4, 1, 1), jitter=0.0)
+    healthy = job.advance(10)[-1].ledger
+    assert healthy.goodput_ratio > 0.97
+    assert healthy.straggler_seconds == 0.0
+    job.faults.slow = {2: 2.0}
+    outcome = job.advance(10)[-1]
+    ledger, goodput = outcome.ledger, outcome.steps[-1].goodput
+    names = [name for name in ledger.__struct_fields__ if name.endswith("_seconds")]
+    total = sum(getattr(ledger, name) for name in names if name != "wall_seconds")
+    assert total == pytest.approx(ledger.wall_seconds, abs=1e-6)
+    assert ledger.straggler_seconds == pytest.approx(10 * 0.48, rel=0.01)
+    assert goodput.compute_seconds == pytest.approx(0.48, rel=0.01)
+    [found] = [one for one in job.findings if one.kind == "straggler"]
+    cost_ratio = goodput.straggler_seconds / outcome.steps[-1].duration_seconds
+    assert cost_ratio == pytest.approx(found.cost_ratio, rel=0.01)

@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from paceline_server.steps.ledger import GoodputLedger
-from paceline_server.steps.types import Ledger, RankStep, StepSummary
+from paceline_server.steps.types import Ledger, RankStep, StepGoodput, StepSummary
 
 SECOND = 1_000_000_000
 T0 = 1_700_000_000 * SECOND
@@ -71,6 +72,27 @@ def test_startup_steps_and_idle_time():
     assert ledger.compute_seconds == pytest.approx(2.4)
     assert ledger.idle_seconds == pytest.approx(3 + 4 * 0.1)
     assert ledger.goodput_ratio == pytest.approx(4 * 0.85 / 12)
+
+
+def test_lost_time_is_not_goodput():
+    """Compute 0.6, communication 0.1 and bubble 0.1 of a step, of which 0.34 s are lost."""
+    split = StepGoodput(
+        compute_seconds=0.4,
+        communication_seconds=0.04,
+        bubble_seconds=0.02,
+        straggler_seconds=0.25,
+        peer_wait_seconds=0.05,
+        bubble_excess_seconds=0.04,
+    )
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
+    ledger.add(replace(step(0, 0, 1), goodput=split), at(20))
+    ledger = ledger.read(at(1))
+    assert parts_sum(ledger) == pytest.approx(1)
+    assert ledger.straggler_seconds == pytest.approx(0.25)
+    assert ledger.peer_wait_seconds == pytest.approx(0.05)
+    assert ledger.bubble_excess_seconds == pytest.approx(0.04)
+    assert ledger.goodput_ratio == pytest.approx(0.4 + 0.04 + 0.02 + 0.05)
 
 
 def test_steps_repeated_by_a_restart_are_lost_and_the_gap_is_restart():

@@ -13,8 +13,8 @@ export function LedgerBar({ ledger }: { ledger: Ledger }) {
         ))}
       </div>
       <div class="ledger-groups">
-        <Group name="Useful steps" rows={all.filter((part) => part.useful)} />
-        <Group name="Overhead" rows={all.filter((part) => !part.useful)} />
+        <Group name="Goodput" rows={all.filter((part) => part.useful)} />
+        <Group name="Lost" rows={all.filter((part) => !part.useful)} />
       </div>
     </div>
   );

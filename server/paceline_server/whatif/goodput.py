@@ -1,0 +1,81 @@
+"""The goodput of one step: the time that it needed on healthy peers, and the time that it lost.
+
+The same definition as the speedups of a running job: a straggler costs what `RunReplay.speedup`
+gains if it is as fast as its peers. The lost time is taken from where it was measured: the longer
+compute of the slow rank, the waits of the others, and the bubble. So the parts of a step sum to its
+duration as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from paceline_server.steps.grid import grid_of
+from paceline_server.steps.timing import Floats, Ints, StepTiming
+from paceline_server.steps.types import StageBubble, StepGoodput, StepSummary
+from paceline_server.whatif.online import RunReplay
+from paceline_wire.topology import Topology
+
+
+def step_goodput(
+    summary: StepSummary,
+    timing: StepTiming,
+    topology: Topology,
+    metadata: Mapping[str, str],
+    straggler_slowdown: float,
+) -> StepGoodput:
+    """Return the goodput of a step.
+
+    Args:
+        straggler_slowdown: a rank whose self time is this multiple of its peers' is a straggler.
+    """
+    ranks = timing.ranks
+    slowdown = np.array([rank.slowdown or 1.0 for rank in summary.ranks])
+    slow = slowdown >= straggler_slowdown
+    excess = np.where(slow, ranks.self_seconds * (1.0 - 1.0 / slowdown), 0.0)
+    stage = grid_of(topology).stage[ranks.rank]
+    speedup = 1.0
+    if slow.any():
+        replay = RunReplay((timing,), topology, metadata)
+        speedup = replay.speedup(ranks=ranks.rank[slow].tolist()) or _least_speedup(
+            excess, stage, summary.duration_seconds
+        )
+    speedup = max(speedup, 1.0)
+    scheduled = ranks.bubble_seconds * _scheduled_shares(summary.bubbles, stage) / speedup
+    beyond = float((ranks.bubble_seconds - scheduled).mean())
+    waits = float(ranks.wait_seconds.mean())
+    longer = float(excess.mean())
+    lost = summary.duration_seconds * (1.0 - 1.0 / speedup)
+    # A straggler that no other rank waits for, and whose work is not on the critical path, costs
+    # nothing; more than what was measured cannot be lost.
+    computing = min(lost, longer)
+    waiting = min(lost - computing, waits + beyond)
+    left = 1.0 - waiting / (waits + beyond) if waiting else 1.0
+    return StepGoodput(
+        compute_seconds=float(ranks.compute_seconds.mean()) - computing,
+        communication_seconds=float(ranks.communication_seconds.mean()) - waits,
+        bubble_seconds=float(scheduled.mean()),
+        straggler_seconds=computing + waiting,
+        peer_wait_seconds=waits * left,
+        bubble_excess_seconds=beyond * left,
+    )
+
+
+def _least_speedup(excess: Floats, stage: Ints, step_seconds: float) -> float:
+    """Return the speedup without a replay: each stage waits for its slowest rank."""
+    by_stage = np.zeros(int(stage.max()) + 1)
+    np.maximum.at(by_stage, stage, excess)
+    needed = step_seconds - float(by_stage.sum())
+    return step_seconds / needed if needed > 0 else 1.0
+
+
+def _scheduled_shares(bubbles: list[StageBubble], stage: Ints) -> Floats:
+    """Return for each rank the share of its bubble that its schedule has in theory."""
+    shares = np.ones(max([int(stage.max()), *(bubble.stage for bubble in bubbles)]) + 1)
+    for bubble in bubbles:
+        if bubble.theory_ratio is not None and bubble.measured_ratio > bubble.theory_ratio:
+            shares[bubble.stage] = bubble.theory_ratio / bubble.measured_ratio
+    rows: Floats = shares[stage]
+    return rows
