@@ -42,7 +42,7 @@ def recorded(rings: Path) -> Recorded:
 
     def spans(scenario: str) -> list[Span]:
         found = unpack(RingReader(rings / f"{scenario}.g0.r0.ring").read())
-        return [span for span in found if span.op not in (Op.GC, Op.STARTUP)]
+        return [span for span in found if span.op not in (Op.GC, Op.STARTUP, Op.MEMORY)]
 
     return spans
 

@@ -106,6 +106,18 @@ def builds_libraries() -> bool:
     return os.environ.get("PACELINE_BUILD") != "0"
 
 
+def counts_flops() -> bool:
+    """Return whether `PACELINE_COUNT_FLOPS` asks for a count of one step's FLOPs."""
+    return os.environ.get("PACELINE_COUNT_FLOPS", "0") not in ("", "0")
+
+
+def given_flops() -> dict[str, str]:
+    """Return the FLOPs of the model and the device that the environment gives, as metadata."""
+    names = ("flops_per_step", "flops_per_sample", "flops_per_token", "peak_flops")
+    given = {name: os.environ.get(f"PACELINE_{name.upper()}", "") for name in names}
+    return {name: value for name, value in given.items() if value}
+
+
 def cache_directory() -> Path | None:
     """Return where this user's built libraries are kept, or None without a home directory."""
     home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("HOME")

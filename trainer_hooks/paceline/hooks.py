@@ -26,6 +26,8 @@ from paceline.collectives.native import NativeRecorder, recorder_of_process_grou
 from paceline.device import on_device
 from paceline.environment import (
     AXES,
+    counts_flops,
+    given_flops,
     identify,
     is_descendant_of_writer,
     locate_rank,
@@ -171,6 +173,8 @@ def _start(
     _owner = get_ident()
     session = Session(Recorder(ring))
     session.given = frozenset(map(str, metadata))
+    session.counts_flops = counts_flops()
+    session.guard(session.describe_flops, given_flops())
     session.has_place = (
         mesh is not None
         or topology is not None
@@ -518,6 +522,62 @@ def _report(*values: Any) -> None:
     except Exception as error:
         session.recorder.failures += 1
         log_once("report", "paceline.report failed: %s", error)
+
+
+# What a step processes
+
+
+def count(*, samples: int | None = None, tokens: int | None = None) -> None:
+    """Count samples and tokens of the current step.
+
+    Without it, they are counted from the shapes of the batches. From the first call on, only
+    what is passed here counts.
+
+    Args:
+        samples: that this rank has processed since the last call.
+        tokens: like `samples`. Ranks that share a batch (tensor, pipeline) pass the same number.
+
+    Example:
+        >>> for batch in packed_sequences():
+        ...     paceline.count(samples=len(batch.lengths), tokens=sum(batch.lengths))
+    """
+    session = _session
+    if session is not None and get_ident() == _owner:
+        session.guard(session.count, samples, tokens)
+
+
+def describe_model(
+    *,
+    flops_per_token: float | None = None,
+    flops_per_sample: float | None = None,
+    flops_per_step: float | None = None,
+    peak_flops: float | None = None,
+) -> None:
+    """Give the numbers from which the model FLOPs utilization (MFU) is computed.
+
+    One of the first three is enough; docs/efficiency.md has the formulas. All of them are for the
+    whole model, forward and backward, without recomputation. The environment may give them too
+    (`PACELINE_FLOPS_PER_TOKEN`, ...), or ask for a count of one step (`PACELINE_COUNT_FLOPS=1`).
+
+    Args:
+        flops_per_token: floating-point operations of the model per token.
+        flops_per_sample: floating-point operations per sample.
+        flops_per_step: floating-point operations of all ranks together in one step.
+        peak_flops: floating-point operations per second of one device; default: from its name.
+
+    Example:
+        >>> paceline.describe_model(flops_per_token=6 * parameters)
+    """
+    session = _session
+    if session is not None:
+        given = {
+            "flops_per_token": flops_per_token,
+            "flops_per_sample": flops_per_sample,
+            "flops_per_step": flops_per_step,
+            "peak_flops": peak_flops,
+        }
+        known = {name: value for name, value in given.items() if value is not None}
+        session.guard(session.describe_flops, known)
 
 
 # Commands and checkpoints

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter_ns
 from typing import Protocol, TypeVar
 
+from paceline.batches import BatchCounter
 from paceline.environment import process_started_ns
 from paceline.recorder import Recorder
 from paceline.writer import Section
+from paceline.writer.interface import NO_CHUNK, NO_MICROBATCH
 from paceline_wire.ring import Status
-from paceline_wire.spans import Op
+from paceline_wire.spans import NONE_32, Op
 
 Batch = TypeVar("Batch")
 
@@ -67,6 +70,7 @@ class Loop:
         self.backwards = 0
         self.batches = 0
         self.optimizer_calls: list[int] = []  # one key per call
+        self.work = BatchCounter()
         self.optimized_ns = 0  # end of the last call
         self.has_optimized = False  # in any step
         self._next_step = 0
@@ -218,6 +222,7 @@ class Loop:
                     self.cancel_wait()
                     raise
                 self.end_wait()
+                self.work.add(batch)
                 yield batch
         finally:
             self.is_running = False
@@ -278,8 +283,10 @@ class Loop:
 
     def end_step(self, at_ns: int | None = None) -> None:
         """Record the open step; it ended at `at_ns`, default now."""
-        recorder = self._recorder
-        if at_ns is None:
+        recorder, work = self._recorder, self.work
+        if work.samples or work.tokens:
+            self._end_counted_step(perf_counter_ns() if at_ns is None else at_ns)
+        elif at_ns is None:
             recorder.end_step()
         else:
             recorder.write_simple(Op.STEP, recorder.step_started_ns, at_ns)
@@ -291,8 +298,15 @@ class Loop:
                 self._recorder.failures += 1
         self._drop()
 
+    def _end_counted_step(self, at_ns: int) -> None:
+        """Record the step with its samples and tokens."""
+        recorder, work, started = self._recorder, self.work, self._recorder.step_started_ns
+        place = Op.STEP | NO_CHUNK << 32, recorder.step | NO_MICROBATCH, NONE_32
+        recorder.write(*place, work.tokens, work.samples, started, at_ns - started)
+
     def _drop(self) -> None:
         """Close the step without recording it."""
+        self.work.clear()
         self.is_open = self.is_waiting = self._marked = False
         self._waits = 0
         self.optimizer_calls.clear()

@@ -153,10 +153,11 @@ class Recognition:
             self._begin_evaluation(perf_counter_ns())
         return True
 
-    def fetch_ends(self, *, recorded: bool) -> None:
+    def fetch_ends(self, batch: Any, *, recorded: bool) -> None:
         """The batch is there."""
         if recorded:
             self._loop.end_wait()
+            self._loop.work.add(batch)
         elif not self.evaluates:
             self._begin_forward()
 
@@ -340,6 +341,7 @@ class Recognition:
         self._drop_forward()
         self._evaluation = _Evaluation(now_ns)
         self.evaluates = True
+        self._evaluation.work = self._loop.work.samples, self._loop.work.tokens
         if self._recorder.status == Status.RUNNING:
             self._recorder.set_status(Status.EVALUATING)
 
@@ -353,6 +355,7 @@ class Recognition:
         elif self._loop.is_open:
             start_ns = max(evaluation.start_ns, self._recorder.step_started_ns)
             self._recorder.write_simple(Op.EVALUATE, start_ns, perf_counter_ns())
+            self._loop.work.samples, self._loop.work.tokens = evaluation.work
         self._evaluated_step = step
         self._fetched.clear()
         self._begin_forward()
@@ -375,9 +378,10 @@ class Recognition:
 class _Evaluation:
     """A possible evaluation, until it is recorded or rejected."""
 
-    __slots__ = ("exhausted", "module", "start_ns")
+    __slots__ = ("exhausted", "module", "start_ns", "work")
 
     def __init__(self, start_ns: int = 0) -> None:
         self.start_ns = start_ns
         self.module: Any = None  # was switched to `eval()`
         self.exhausted = False  # its loader has no further batch
+        self.work = (0, 0)  # samples and tokens of the step before it

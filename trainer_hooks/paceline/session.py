@@ -7,6 +7,7 @@ invalid name or action is counted, logged once and replaced by an object that do
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -22,7 +23,9 @@ from paceline.device import (
     DeviceTimer,
     DeviceTransfer,
 )
+from paceline.flops import COUNTED_STEP, FlopCount
 from paceline.loop import Loop
+from paceline.memory import MemoryMeter, is_measured, write_value
 from paceline.recognition import Recognition
 from paceline.recorder import Recorder
 from paceline.sections import INERT, OtherThreadSection, StatusSection, Transfer
@@ -51,6 +54,7 @@ MAXIMUM_ACTIONS = 1 << 14  # distinct (op, microbatch, chunk, peer)
 
 DESCRIBED_AFTER_STEPS = (3, 8, 32, 256)  # what was recognized is reported, if it changed
 
+LARGEST_COUNT = 1 << 48  # samples or tokens of one call
 LARGEST_SQUARES = 1 << 62  # the largest sum of squared lengths that a reader accepts
 
 OPTIMIZER = object()  # key of the optimizer's section, which no user's name can equal
@@ -86,6 +90,9 @@ class Session:
         self.is_automatic = False  # started by `PACELINE=1`, and not yet by the script
         self.command: Control | None = None
         self.answered = 0  # id of the last command with a final answer
+        self.counts_flops = False  # of one step, which has not begun
+        self._flop_count: FlopCount | None = None
+        self._flops: int | None = None  # of this rank in one step, once counted
         self.has_place = False  # the script gave this rank's coordinates
         self.marks_compute = False  # the script or a recognized schedule times its microbatches
         self.annotates = False  # the script calls `paceline.pipelining` itself
@@ -220,15 +227,56 @@ class Session:
 
     def step_ended(self) -> None:
         """Describe what was recognized, after some of the first steps."""
-        self.steps_ended += 1
-        events = self._events
-        if events is not None and events.known_modules != len(sys.modules):
-            events.watch_modules()
+        events, ended = self._events, self.steps_ended
+        if events is not None:
+            if events.known_modules != len(sys.modules):
+                events.watch_modules()
+            if events.memory is not None:
+                meter, events.memory = events.memory, None
+                self.guard(meter.write)
+        self.steps_ended = ended + 1
+        if events is not None and is_measured(ended + 1):
+            events.memory = MemoryMeter(self.recorder)
+        if self._flop_count is not None or self.counts_flops:
+            self.guard(self._count_flops)
         if self.steps_ended in DESCRIBED_AFTER_STEPS:
             self.guard(self._describe_steps)
 
     def _describe_steps(self) -> None:
-        self.update(source="steps", metadata={"steps": self.recognition.describe()})
+        metadata = {"steps": self.recognition.describe()}
+        if self.loop.work.source is not None:
+            metadata["work"] = self.loop.work.source
+        cuda = sys.modules.get("torch.cuda")
+        if cuda is not None and cuda.is_initialized():
+            metadata["device"] = cuda.get_device_name()
+        self.update(source="steps", metadata=metadata)
+
+    def count(self, samples: int | None, tokens: int | None) -> None:
+        """Add what the script counted in the open step."""
+        given = [
+            None if value is None else _whole_number(name, value, 0, LARGEST_COUNT)
+            for name, value in (("samples", samples), ("tokens", tokens))
+        ]
+        self.loop.work.give(*given)
+
+    def describe_flops(self, given: Mapping[str, Any]) -> None:
+        """Report the FLOPs of the model and of the device, as the script or environment gives."""
+        for name, value in given.items():
+            if not 0.0 < float(value) < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value}")
+        if given:
+            metadata = {name: repr(float(value)) for name, value in given.items()}
+            self.update(source="script", metadata=metadata)
+
+    def _count_flops(self) -> None:
+        """Count the FLOPs of one step, if a setting asks for it, and report them now and then."""
+        if self.counts_flops and self.steps_ended >= COUNTED_STEP:
+            self.counts_flops = False
+            self._flop_count = FlopCount()
+        elif self._flop_count is not None and self._flops is None:
+            self._flops = self._flop_count.end()
+        if self._flops and (self.steps_ended == COUNTED_STEP + 1 or is_measured(self.steps_ended)):
+            write_value(self.recorder, Op.FLOPS, self._flops)
 
     # Pipeline actions
 
@@ -313,6 +361,8 @@ class Session:
 
     def end(self, status: int) -> None:
         """Write what is pending and show the final status."""
+        if self._flop_count is not None:
+            self._flop_count.end()
         self.loop.finish()
         if self.process_groups is not None:
             self.process_groups.finish()

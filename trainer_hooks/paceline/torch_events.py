@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
+from paceline.memory import MemoryMeter
 from paceline.recognition import Recognition
 from paceline.recorder import Recorder
 from paceline.sections import StatusSection
+from paceline_wire.spans import MemoryKind
 
 Function = Callable[..., Any]
 
@@ -45,6 +47,7 @@ class TorchEvents:
         self.recognition: Recognition | None = None
         self.recorder: Recorder | None = None
         self.checkpoint: StatusSection | None = None
+        self.memory: MemoryMeter | None = None  # in steps whose memory is measured
         self._owner = 0
         self._seen_modules: set[str] = set()
         self.known_modules = 0  # number of loaded modules when they were searched
@@ -75,7 +78,7 @@ class TorchEvents:
     def stop(self) -> None:
         """Pass all calls on from now on."""
         self._owner = 0
-        self.recognition = self.recorder = self.checkpoint = None
+        self.recognition = self.recorder = self.checkpoint = self.memory = None
 
     def has_optimizer(self) -> bool:
         """Return whether an optimizer of torch was ever created in this process."""
@@ -136,6 +139,8 @@ class TorchEvents:
             if recognition is None:
                 return
             if get_ident() == self._owner:
+                if self.memory is not None:
+                    self._report(self.memory.optimizer_begins, optimizer)
                 try:
                     recognition.optimizer_begins(id(optimizer))
                 except Exception:
@@ -149,6 +154,8 @@ class TorchEvents:
         def ends(optimizer: Any, *_: Any) -> None:
             recognition = self.recognition
             if recognition is not None and get_ident() == self._owner:
+                if self.memory is not None:
+                    self._report(self.memory.optimizer_ends, optimizer)
                 try:
                     recognition.optimizer_ends(id(optimizer))
                 except Exception:
@@ -178,6 +185,8 @@ class TorchEvents:
                 return original(*args, **kwargs)
             if not self._watches_optimizers:
                 self._report(self.watch_optimizers)
+            if self.memory is not None:
+                self._report(self.memory.phase_ends, MemoryKind.AFTER_FORWARD)
             try:
                 recognition.backward_begins()
             except Exception:
@@ -189,6 +198,8 @@ class TorchEvents:
                     recognition.backward_ends()
                 except Exception:
                     self._failed()
+                if self.memory is not None:
+                    self._report(self.memory.phase_ends, MemoryKind.AFTER_BACKWARD)
 
         return _disabled(backward)
 
@@ -211,7 +222,7 @@ class TorchEvents:
             except BaseException:
                 self._report(recognition.loader_ends, recorded=recorded)
                 raise
-            self._report(recognition.fetch_ends, recorded=recorded)
+            self._report(recognition.fetch_ends, batch, recorded=recorded)
             return batch
 
         return fetch

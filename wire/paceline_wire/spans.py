@@ -7,8 +7,10 @@ yields a column (no numpy in the trainer or the agent):
     word 1   op u16 | group u16 | chunk u16 | flags u16
     word 2   step u32 | microbatch u32
     word 3   peer u32 | reserved u32
-    word 4   bytes       payload of a communication; 0 otherwise
-    word 5   sequence    of the collective in its group, or of the transfer to/from its peer, from 1
+    word 4   bytes       payload of a communication; tokens of a forward, a backward or a step;
+                         the value of MEMORY and FLOPS; 0 otherwise or unknown
+    word 5   sequence    of the collective in its group, or of the transfer to/from its peer, from
+                         1; samples of a step; a `MemoryKind`
     word 6   start_ns    CLOCK_MONOTONIC of the node (time.perf_counter_ns)
     word 7   duration_ns
 """
@@ -63,6 +65,24 @@ class Op(enum.IntEnum):
     GC = 36
     EVALUATE = 37
     STARTUP = 38  # from process start to the first step
+
+    MEMORY = 48  # a value without duration: bytes of memory of a `MemoryKind`
+    FLOPS = 49  # a value without duration: floating-point operations of the rank in one step
+
+
+class MemoryKind(enum.IntEnum):
+    """What a MEMORY record measures. Ids are part of the format: never reuse one."""
+
+    PARAMETERS = 1
+    GRADIENTS = 2
+    OPTIMIZER = 3  # its state
+    ALLOCATED = 4  # of the device, at the end of the step
+    RESERVED = 5
+    INACTIVE = 6  # free parts of blocks that are in use: fragmentation
+    PEAK = 7  # most allocated
+    AFTER_FORWARD = 8  # allocated at the end of the last forward of the step
+    AFTER_BACKWARD = 9
+    AFTER_OPTIMIZER = 10
 
 
 SECTION_BASE = 1024  # a user's `section("name")` has op SECTION_BASE + its definition id

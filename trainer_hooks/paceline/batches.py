@@ -1,0 +1,101 @@
+"""Counts the samples and tokens of a step from the shapes of its batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Keys that usually hold token ids, in the order in which they are tried.
+TOKEN_KEYS = ("input_ids", "tokens", "inputs", "input")
+MOST_FAILURES = 8  # batches without a shape, after which nothing is counted
+_DEEPEST = 3  # nested dictionaries and lists
+_WIDEST = 16  # entries of each
+
+
+class BatchCounter:
+    """The samples and tokens of the open step.
+
+    Samples: the first dimension of the first tensor of a batch. Tokens: its elements, padding
+    included, if it has two dimensions and integers of at least two bytes. Only shapes are read, so
+    no device is accessed. What the script counts itself replaces this.
+    """
+
+    __slots__ = ("_failures", "_has_tokens", "_is_given", "_path", "samples", "source", "tokens")
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.tokens = 0
+        self.source: str | None = None  # how it is counted
+        self._path: tuple[Any, ...] | None = None  # keys of the counted tensor
+        self._has_tokens = False
+        self._is_given = False
+        self._failures = 0
+
+    def add(self, batch: Any) -> None:
+        """Add a batch that was fetched for the open step. Never raises."""
+        if self._is_given or self._failures >= MOST_FAILURES:
+            return
+        try:
+            path = self._path
+            if path is None:
+                path = self._learn(batch)
+            for key in path:
+                batch = batch[key]
+            shape = batch.shape
+            tokens = shape[0] * shape[1] if self._has_tokens else 0
+            self.samples += shape[0]
+            self.tokens += tokens
+        except Exception:
+            self._path = None
+            self._failures += 1
+
+    def give(self, samples: int | None, tokens: int | None) -> None:
+        """Add what the script counted in the open step."""
+        if not self._is_given:
+            self.clear()
+            self._is_given = True
+            self.source = "counted by the script"
+        self.samples += samples or 0
+        self.tokens += tokens or 0
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self.samples = self.tokens = 0
+
+    def _learn(self, batch: Any) -> tuple[Any, ...]:
+        """Find the counted tensor. Raises LookupError if there is none."""
+        path, tensor = _find(batch, 0)
+        self._path, self._has_tokens = path, _is_tokens(tensor)
+        name = f'"{path[-1]}"' if path and isinstance(path[-1], str) else "first tensor"
+        what = "samples and tokens" if self._has_tokens else "samples"
+        self.source = f"{what} from the {name} of each batch"[:100]
+        return path
+
+
+def _find(value: Any, depth: int) -> tuple[tuple[Any, ...], Any]:
+    if getattr(value, "shape", None) and not hasattr(value, "keys"):
+        return (), value
+    if depth < _DEEPEST:
+        for key in _keys(value):
+            try:
+                path, tensor = _find(value[key], depth + 1)
+            except LookupError:
+                continue
+            return (key, *path), tensor
+    raise LookupError("no tensor with a dimension")
+
+
+def _keys(value: Any) -> list[Any]:
+    if hasattr(value, "keys"):
+        keys = list(value.keys())[:_WIDEST]
+        return [key for key in TOKEN_KEYS if key in value] + keys
+    return list(range(min(len(value), _WIDEST))) if isinstance(value, list | tuple) else []
+
+
+def _is_tokens(tensor: Any) -> bool:
+    """Return whether a tensor or array holds token ids: two dimensions, integers, no bytes."""
+    if len(tensor.shape) != 2:
+        return False
+    if hasattr(tensor, "is_floating_point"):
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        return not is_number and tensor.element_size() > 1
+    return tensor.dtype.kind in "iu" and tensor.dtype.itemsize > 1
