@@ -148,6 +148,12 @@ def percent(ratio: float | None, digits: int = 1) -> str | None:
     return None if ratio is None else f"{ratio * 100:.{digits}f}%"
 
 
+def size(value: int) -> str:
+    """Return a number of bytes such as `54 GiB`."""
+    power = min(max(value.bit_length() - 1, 0) // 10, 4)
+    return f"{value / 1024**power:,.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 def likelihood(ratio: float) -> str:
     """Return a likelihood; it is never shown as 0% or 100%."""
     if ratio > 0.99:

@@ -1,4 +1,4 @@
-"""What a step processes and uses: samples, tokens, memory and FLOPs, as the agent reads them."""
+"""Samples, tokens, memory and FLOPs of a step, as the agent reads them."""
 
 from __future__ import annotations
 

@@ -524,7 +524,7 @@ def _report(*values: Any) -> None:
         log_once("report", "paceline.report failed: %s", error)
 
 
-# What a step processes
+# Work of a step
 
 
 def count(*, samples: int | None = None, tokens: int | None = None) -> None:

@@ -90,9 +90,9 @@ class Session:
         self.is_automatic = False  # started by `PACELINE=1`, and not yet by the script
         self.command: Control | None = None
         self.answered = 0  # id of the last command with a final answer
-        self.counts_flops = False  # of one step, which has not begun
+        self.counts_flops = False  # the step to count has not begun yet
         self._flop_count: FlopCount | None = None
-        self._flops: int | None = None  # of this rank in one step, once counted
+        self._flops: int | None = None  # FLOPs of this rank in one step, once counted
         self.has_place = False  # the script gave this rank's coordinates
         self.marks_compute = False  # the script or a recognized schedule times its microbatches
         self.annotates = False  # the script calls `paceline.pipelining` itself

@@ -57,6 +57,11 @@ it("says how long ago something was, also when the clocks disagree", () => {
   expect(format.ago("2026-01-02T03:00:09Z", now)).toBe("just now");
 });
 
+it("says sizes in binary units", () => {
+  const sizes = [null, 0, 17552, 1.5 * 2 ** 30, 2 ** 50].map((size) => plain(format.bytes(size)));
+  expect(sizes).toEqual(["–", "0 B", "17.1 KiB", "1.5 GiB", "1,024 TiB"]);
+});
+
 it("folds runs of ranks", () => {
   expect(format.ranges([5, 0, 1, 2])).toBe("0–2, 5");
   expect(format.ranges([2, 3])).toBe("2, 3");

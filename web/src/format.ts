@@ -76,6 +76,14 @@ export function measured(metric: string | null | undefined, value: number): stri
   return number(value);
 }
 
+/** 1610612736 -> "1.5 GiB". */
+export function bytes(value: Maybe<number>): string {
+  if (value == null || !Number.isFinite(value)) return UNKNOWN;
+  const names = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = value < 1 ? 0 : Math.min(Math.floor(Math.log2(value) / 10), names.length - 1);
+  return unit(number(value / 1024 ** power), names[power] ?? "B");
+}
+
 export function loss(value: Maybe<number>): string {
   if (value == null) return UNKNOWN;
   if (!Number.isFinite(value)) return String(value);

@@ -784,6 +784,37 @@ export interface components {
             /** Name */
             name: string;
         };
+        /**
+         * EfficiencyModel
+         * @description Figures of the recent steps; see docs/efficiency.md. Null: not known.
+         */
+        EfficiencyModel: {
+            /**
+             * Counted From
+             * @example samples and tokens from the "input_ids" of each batch
+             */
+            counted_from: string | null;
+            /** Exposed Communication Ratio */
+            exposed_communication_ratio: number | null;
+            memory: components["schemas"]["MemoryModel"] | null;
+            /** Mfu Ratio */
+            mfu_ratio: number | null;
+            /** Mfu Unknown */
+            mfu_unknown: string | null;
+            /** Model Flops Per Second */
+            model_flops_per_second: number | null;
+            /** Overlapped Communication Ratio */
+            overlapped_communication_ratio: number | null;
+            /** Peak Flops Per Second */
+            peak_flops_per_second: number | null;
+            /** Samples Per Second */
+            samples_per_second: number | null;
+            scaling: components["schemas"]["ScalingModel"] | null;
+            /** Steps */
+            steps: number;
+            /** Tokens Per Second */
+            tokens_per_second: number | null;
+        };
         /** EvidenceModel */
         EvidenceModel: {
             /** Expected */
@@ -1164,6 +1195,38 @@ export interface components {
          *       "can_checkpoint": true,
          *       "condition": "training",
          *       "created_at": "2026-11-20T20:15:31.000000Z",
+         *       "efficiency": {
+         *         "counted_from": "samples and tokens from the \"input_ids\" of each batch",
+         *         "exposed_communication_ratio": 0.41,
+         *         "memory": {
+         *           "activations_bytes": 33000000000,
+         *           "after_backward_bytes": 21500000000,
+         *           "after_forward_bytes": 53000000000,
+         *           "after_optimizer_bytes": 21500000000,
+         *           "allocated_bytes": 21500000000,
+         *           "fragmentation_ratio": 0.03,
+         *           "gradients_bytes": 3500000000,
+         *           "optimizer_bytes": 14000000000,
+         *           "parameters_bytes": 3500000000,
+         *           "peak_bytes": 54000000000,
+         *           "rank": 0,
+         *           "reserved_bytes": 58000000000
+         *         },
+         *         "mfu_ratio": 0.53,
+         *         "model_flops_per_second": 4200000000000000,
+         *         "overlapped_communication_ratio": 0.06,
+         *         "peak_flops_per_second": 989500000000000,
+         *         "samples_per_second": 24.4,
+         *         "scaling": {
+         *           "base_job_id": "job-0f3a91d2",
+         *           "base_ranks": 1,
+         *           "compared": "tokens_per_second",
+         *           "efficiency_ratio": 0.93,
+         *           "ranks": 8
+         *         },
+         *         "steps": 20,
+         *         "tokens_per_second": 100053.4
+         *       },
          *       "evaluation_loss": 2.992,
          *       "generation": 1,
          *       "id": "job-ec83bfc8",
@@ -1181,8 +1244,10 @@ export interface components {
          *         "optimizer_seconds": 0,
          *         "peer_wait_seconds": 0.4,
          *         "restart_seconds": 0,
+         *         "samples": 864,
          *         "startup_seconds": 12.7,
          *         "straggler_seconds": 12.5,
+         *         "tokens": 3538944,
          *         "useful_steps": 27,
          *         "wall_seconds": 41.9
          *       },
@@ -1256,6 +1321,7 @@ export interface components {
              * Format: date-time
              */
             created_at: string;
+            efficiency: components["schemas"]["EfficiencyModel"];
             /** Evaluation Loss */
             evaluation_loss: number | null;
             /** Finished At */
@@ -1585,6 +1651,38 @@ export interface components {
          *           "can_checkpoint": true,
          *           "condition": "training",
          *           "created_at": "2026-11-20T20:15:31.000000Z",
+         *           "efficiency": {
+         *             "counted_from": "samples and tokens from the \"input_ids\" of each batch",
+         *             "exposed_communication_ratio": 0.41,
+         *             "memory": {
+         *               "activations_bytes": 33000000000,
+         *               "after_backward_bytes": 21500000000,
+         *               "after_forward_bytes": 53000000000,
+         *               "after_optimizer_bytes": 21500000000,
+         *               "allocated_bytes": 21500000000,
+         *               "fragmentation_ratio": 0.03,
+         *               "gradients_bytes": 3500000000,
+         *               "optimizer_bytes": 14000000000,
+         *               "parameters_bytes": 3500000000,
+         *               "peak_bytes": 54000000000,
+         *               "rank": 0,
+         *               "reserved_bytes": 58000000000
+         *             },
+         *             "mfu_ratio": 0.53,
+         *             "model_flops_per_second": 4200000000000000,
+         *             "overlapped_communication_ratio": 0.06,
+         *             "peak_flops_per_second": 989500000000000,
+         *             "samples_per_second": 24.4,
+         *             "scaling": {
+         *               "base_job_id": "job-0f3a91d2",
+         *               "base_ranks": 1,
+         *               "compared": "tokens_per_second",
+         *               "efficiency_ratio": 0.93,
+         *               "ranks": 8
+         *             },
+         *             "steps": 20,
+         *             "tokens_per_second": 100053.4
+         *           },
          *           "evaluation_loss": 2.992,
          *           "generation": 1,
          *           "id": "job-ec83bfc8",
@@ -1602,8 +1700,10 @@ export interface components {
          *             "optimizer_seconds": 0,
          *             "peer_wait_seconds": 0.4,
          *             "restart_seconds": 0,
+         *             "samples": 864,
          *             "startup_seconds": 12.7,
          *             "straggler_seconds": 12.5,
+         *             "tokens": 3538944,
          *             "useful_steps": 27,
          *             "wall_seconds": 41.9
          *           },
@@ -1753,10 +1853,14 @@ export interface components {
             peer_wait_seconds: number;
             /** Restart Seconds */
             restart_seconds: number;
+            /** Samples */
+            samples: number | null;
             /** Startup Seconds */
             startup_seconds: number;
             /** Straggler Seconds */
             straggler_seconds: number;
+            /** Tokens */
+            tokens: number | null;
             /** Useful Steps */
             useful_steps: number;
             /** Wall Seconds */
@@ -1778,6 +1882,36 @@ export interface components {
             expires_at: string;
             /** Path */
             path: string;
+        };
+        /**
+         * MemoryModel
+         * @description The memory of the rank that uses most, as measured last. Null: not measured.
+         */
+        MemoryModel: {
+            /** Activations Bytes */
+            activations_bytes: number | null;
+            /** After Backward Bytes */
+            after_backward_bytes: number | null;
+            /** After Forward Bytes */
+            after_forward_bytes: number | null;
+            /** After Optimizer Bytes */
+            after_optimizer_bytes: number | null;
+            /** Allocated Bytes */
+            allocated_bytes: number | null;
+            /** Fragmentation Ratio */
+            fragmentation_ratio: number | null;
+            /** Gradients Bytes */
+            gradients_bytes: number | null;
+            /** Optimizer Bytes */
+            optimizer_bytes: number | null;
+            /** Parameters Bytes */
+            parameters_bytes: number | null;
+            /** Peak Bytes */
+            peak_bytes: number | null;
+            /** Rank */
+            rank: number;
+            /** Reserved Bytes */
+            reserved_bytes: number | null;
         };
         /**
          * Node
@@ -2122,6 +2256,25 @@ export interface components {
             state: "none" | "asked" | "taken" | "failed";
         };
         /**
+         * ScalingModel
+         * @description Throughput per rank over that of the smallest earlier run of the same name.
+         */
+        ScalingModel: {
+            /** Base Job Id */
+            base_job_id: string;
+            /** Base Ranks */
+            base_ranks: number;
+            /**
+             * Compared
+             * @enum {string}
+             */
+            compared: "tokens_per_second" | "samples_per_second";
+            /** Efficiency Ratio */
+            efficiency_ratio: number;
+            /** Ranks */
+            ranks: number;
+        };
+        /**
          * StacksModel
          * @description Python stacks of one rank, taken during a hang or on demand.
          */
@@ -2191,12 +2344,15 @@ export interface components {
          *       "gradient_norm": 0.71,
          *       "loss": 2.965,
          *       "optimizer_seconds": 0,
+         *       "overlapped_seconds": 0.08,
          *       "peer_wait_seconds": 0.02,
+         *       "samples": 32,
          *       "slowest_rank": 2,
          *       "slowest_slowdown": 2.5,
          *       "started_at": "2026-11-20T20:16:12.000000Z",
          *       "step": 26,
          *       "straggler_seconds": 0.72,
+         *       "tokens": 131072,
          *       "wait_seconds": 0.51
          *     }
          */
@@ -2227,8 +2383,15 @@ export interface components {
             loss: number | null;
             /** Optimizer Seconds */
             optimizer_seconds: number;
+            /**
+             * Overlapped Seconds
+             * @default 0
+             */
+            overlapped_seconds: number;
             /** Peer Wait Seconds */
             peer_wait_seconds?: number | null;
+            /** Samples */
+            samples?: number | null;
             /** Slowest Rank */
             slowest_rank: number | null;
             /** Slowest Slowdown */
@@ -2242,6 +2405,8 @@ export interface components {
             step: number;
             /** Straggler Seconds */
             straggler_seconds?: number | null;
+            /** Tokens */
+            tokens?: number | null;
             /** Wait Seconds */
             wait_seconds: number;
         };
@@ -2269,12 +2434,15 @@ export interface components {
          *           "gradient_norm": 0.71,
          *           "loss": 2.965,
          *           "optimizer_seconds": 0,
+         *           "overlapped_seconds": 0.08,
          *           "peer_wait_seconds": 0.02,
+         *           "samples": 32,
          *           "slowest_rank": 2,
          *           "slowest_slowdown": 2.5,
          *           "started_at": "2026-11-20T20:16:12.000000Z",
          *           "step": 26,
          *           "straggler_seconds": 0.72,
+         *           "tokens": 131072,
          *           "wait_seconds": 0.51
          *         }
          *       ]

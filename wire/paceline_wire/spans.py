@@ -71,12 +71,12 @@ class Op(enum.IntEnum):
 
 
 class MemoryKind(enum.IntEnum):
-    """What a MEMORY record measures. Ids are part of the format: never reuse one."""
+    """The quantity that a MEMORY record measures. Ids are part of the format: never reuse one."""
 
     PARAMETERS = 1
     GRADIENTS = 2
     OPTIMIZER = 3  # its state
-    ALLOCATED = 4  # of the device, at the end of the step
+    ALLOCATED = 4  # on the device, at the end of the step
     RESERVED = 5
     INACTIVE = 6  # free parts of blocks that are in use: fragmentation
     PEAK = 7  # most allocated

@@ -32,6 +32,10 @@ LEDGER_PARTS = (
     "startup",
     "idle",
 )
+MEMORY_PARTS = (
+    *("peak", "reserved", "allocated"),
+    *("parameters", "gradients", "optimizer", "activations"),
+)
 
 timeout_option = click.option(
     "--timeout",
@@ -106,6 +110,7 @@ def show(ctx: click.Context, job: str, as_json: bool) -> None:
     if unrecorded and unrecorded not in found["verdict"]["text"]:
         click.echo(unrecorded)
     show_ledger(found["ledger"])
+    show_efficiency(found.get("efficiency"))
     render.show_table(
         ("RANK", "DP", "PP", "TP", "NODE", "PID", "STATE", "STEP", "IN FLIGHT", "FOR"),
         [
@@ -169,6 +174,46 @@ def show_ledger(ledger: dict[str, Any]) -> None:
         if ledger.get(f"{part}_seconds", 0.0) >= wall / 1000  # an earlier server lacks some
     ]
     click.echo(f"{render.seconds(wall)} of wall time: " + ", ".join(parts))
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def show_efficiency(found: dict[str, Any] | None) -> None:
+    """Print the known efficiency figures of the recent steps; None: an earlier server has none."""
+    if not found or not found["steps"]:
+        return
+    parts = [
+        f"{_rounded(found[f'{work}_per_second'])} {work}/s"
+        for work in ("tokens", "samples")
+        if found[f"{work}_per_second"] is not None
+    ]
+    parts += [
+        f"{name} {render.percent(found[key])}"
+        for name, key in (
+            ("MFU", "mfu_ratio"),
+            ("exposed communication", "exposed_communication_ratio"),
+            ("overlapped communication", "overlapped_communication_ratio"),
+        )
+        if found[key] is not None
+    ]
+    scaling = found["scaling"]
+    if scaling is not None:
+        ranks = scaling["base_ranks"]
+        base = f"{ranks} rank{'s' if ranks > 1 else ''} ({scaling['base_job_id']})"
+        parts.append(f"scaling {render.percent(scaling['efficiency_ratio'])} of {base}")
+    click.echo(f"last {found['steps']} steps: " + ", ".join(parts))
+    if found["mfu_unknown"] is not None:
+        click.echo(f"MFU unknown: {found['mfu_unknown']}")
+    memory = found["memory"]
+    sizes = [
+        f"{name} {render.size(memory[f'{name}_bytes'])}"
+        for name in MEMORY_PARTS
+        if memory is not None and memory[f"{name}_bytes"] is not None
+    ]
+    if sizes:
+        click.echo(f"memory of rank {memory['rank']}: " + ", ".join(sizes))
 
 
 @jobs.command()

@@ -30,6 +30,13 @@ _PARTS = tuple(
     for name in Ledger.__struct_fields__
     if name.endswith("_seconds") and name != "wall_seconds"
 )
+_FIGURES = {  # fields of `Efficiency`
+    "samples_per_second": "Samples per second over the recent steps.",
+    "tokens_per_second": "Tokens per second over the recent steps.",
+    "mfu_ratio": "Model FLOPs utilization over the recent steps.",
+    "exposed_communication_ratio": "Share of step time blocked in communication.",
+    "overlapped_communication_ratio": "Share of step time with communication behind other work.",
+}
 _STATES = ("pending", "starting", "running", "recovering", "finished", "failed", "stopped")
 
 
@@ -120,15 +127,23 @@ def _each(jobs: Iterable[JobRow]) -> Iterator[Metric]:
         "paceline_job_step_duration_seconds", "Median duration of recent steps.", labels=labels
     )
     step = GaugeMetricFamily("paceline_job_step", "Newest finished step.", labels=labels)
+    figures = {
+        name: GaugeMetricFamily(f"paceline_job_{name}", text, labels=labels)
+        for name, text in _FIGURES.items()
+    }
     for job in jobs:
         job_labels = [job.id, job.name]
         if job.ledger.goodput_ratio is not None:
             goodput.add_metric(job_labels, job.ledger.goodput_ratio)
+        for name, family in figures.items():
+            value = getattr(job.ledger.efficiency, name)
+            if value is not None:
+                family.add_metric(job_labels, value)
         if job.step_seconds is not None:
             pace.add_metric(job_labels, job.step_seconds)
         if job.step is not None:
             step.add_metric(job_labels, job.step)
-    yield from (goodput, pace, step)
+    yield from (goodput, pace, step, *figures.values())
 
 
 def _ledgers(jobs: Iterable[JobRow]) -> Metric:

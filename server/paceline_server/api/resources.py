@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from paceline_server.api import schemas
 from paceline_server.api.condition import AsOf, RankCondition, condition
 from paceline_server.api.coverage import unrecorded_communication
+from paceline_server.api.scaling import scaling
 from paceline_server.api.times import optional_time, time_of
 from paceline_server.api.verdict import verdict
 from paceline_server.detect.bubble.pipeline_advice import Advice
@@ -38,7 +39,14 @@ def topology(value: Topology) -> schemas.JobTopology:
 
 
 def ledger(value: Ledger) -> schemas.LedgerModel:
-    return schemas.LedgerModel(**msgspec.to_builtins(value))
+    fields = msgspec.to_builtins(value)
+    del fields["efficiency"]
+    return schemas.LedgerModel(**fields)
+
+
+def efficiency(session: Session, row: models.JobRow) -> schemas.EfficiencyModel:
+    found = msgspec.to_builtins(row.ledger.efficiency)
+    return schemas.EfficiencyModel(**found, scaling=scaling(session, row))
 
 
 def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
@@ -67,6 +75,7 @@ def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
         condition=known.job,
         verdict=verdict(session, row, known),
         ledger=ledger(row.ledger),
+        efficiency=efficiency(session, row),
         open_incidents=queries.count_open_incidents(session, row.id),
         pending_actions=queries.count_pending_actions(session, row.id),
     )
@@ -118,6 +127,8 @@ def step(summary: StepSummary) -> schemas.Step:
         slowest_rank=summary.slowest_rank,
         slowest_slowdown=finite(summary.slowest_slowdown),
         goodput_ratio=summary.goodput_ratio,
+        samples=summary.samples,
+        tokens=summary.tokens,
         **lost,
         bubbles=[schemas.StageBubbleModel(**msgspec.to_builtins(b)) for b in summary.bubbles],
         **{name: means.get(name, 0.0) for name in StepMeans.__struct_fields__},

@@ -92,6 +92,54 @@ class LedgerModel(Resource):
     goodput_ratio: float | None
     useful_steps: int
     lost_steps: int
+    samples: int | None  # sum over the useful steps; null: not counted
+    tokens: int | None
+
+
+class MemoryModel(Resource):
+    """The memory of the rank that uses most, as measured last. Null: not measured."""
+
+    rank: int
+    parameters_bytes: int | None
+    gradients_bytes: int | None
+    optimizer_bytes: int | None  # state of the optimizers
+    activations_bytes: int | None  # rest of the peak
+    allocated_bytes: int | None  # on the device, at the end of a step
+    reserved_bytes: int | None
+    peak_bytes: int | None  # most allocated
+    fragmentation_ratio: float | None
+    after_forward_bytes: int | None
+    after_backward_bytes: int | None
+    after_optimizer_bytes: int | None
+
+
+class ScalingModel(Resource):
+    """Throughput per rank over that of the smallest earlier run of the same name."""
+
+    efficiency_ratio: float
+    ranks: int
+    base_ranks: int
+    base_job_id: str
+    compared: Literal["tokens_per_second", "samples_per_second"]
+
+
+class EfficiencyModel(Resource):
+    """Figures of the recent steps; see docs/efficiency.md. Null: not known."""
+
+    steps: int  # number of recent steps
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    counted_from: str | None = Field(
+        examples=['samples and tokens from the "input_ids" of each batch']
+    )
+    model_flops_per_second: float | None  # sum over the ranks
+    peak_flops_per_second: float | None  # peak of one device
+    mfu_ratio: float | None
+    mfu_unknown: str | None  # why the MFU is not known, and what to do
+    exposed_communication_ratio: float | None  # share of the ranks' step time
+    overlapped_communication_ratio: float | None
+    memory: MemoryModel | None
+    scaling: ScalingModel | None
 
 
 class Job(Resource):
@@ -119,6 +167,7 @@ class Job(Resource):
     unrecorded_communication: str | None  # why waits count as compute; null: they do not
     verdict: Verdict
     ledger: LedgerModel
+    efficiency: EfficiencyModel
     open_incidents: int
     pending_actions: int
 
@@ -182,6 +231,9 @@ class Step(Resource):
     data_wait_seconds: float
     optimizer_seconds: float
     checkpoint_seconds: float
+    overlapped_seconds: float = 0.0  # communication in flight while the host was not blocked in it
+    samples: int | None = None  # sum over the replicas; null: not counted
+    tokens: int | None = None
     # lost time, contained in the times above; null: not known
     straggler_seconds: float | None = None
     peer_wait_seconds: float | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.registry import detector_classes
@@ -17,7 +18,7 @@ from paceline_server.engine.generation import RunningGeneration
 from paceline_server.engine.types import Outcome, Placement
 from paceline_server.policy import Policy
 from paceline_server.steps.ledger import GoodputLedger, LedgerState
-from paceline_server.steps.types import Ledger, StepSummary
+from paceline_server.steps.types import Efficiency, Ledger, StepSummary
 from paceline_wire.batch import Batch
 
 
@@ -26,6 +27,7 @@ class _Memory(msgspec.Struct):
 
     ledger: LedgerState
     highest_step: int | None = None
+    efficiency: Efficiency = Efficiency()
 
 
 _memory = msgspec.msgpack.Decoder(_Memory)
@@ -56,6 +58,7 @@ class Engine:
         restored = _Memory(LedgerState()) if memory is None else _memory.decode(memory)
         self._ledger = GoodputLedger(restored.ledger)
         self._highest_step = restored.highest_step
+        self._efficiency = restored.efficiency
         self._telemetry = Telemetry()
         self._clocks = NodeClocks()
         self._last_seen_ns: dict[str, int] = {}
@@ -66,7 +69,8 @@ class Engine:
 
     def memory(self) -> bytes:
         """Return the ledger and the highest step, stored in one transaction with the cursor."""
-        return msgspec.msgpack.encode(_Memory(self._ledger.state(), self._highest_step))
+        memory = _Memory(self._ledger.state(), self._highest_step, self._efficiency)
+        return msgspec.msgpack.encode(memory)
 
     def place(self, placement: Placement) -> None:
         """Begin a generation. All state of the previous one is dropped except the ledger.
@@ -107,7 +111,7 @@ class Engine:
         """Return the changes since the last tick, as of `now_ns` (server's CLOCK_REALTIME)."""
         running = self._running
         if running is None:
-            return Outcome(ledger=self._ledger.read(now_ns), highest_step=self._highest_step)
+            return Outcome(ledger=self.ledger(now_ns), highest_step=self._highest_step)
         steps = running.take_steps(now_ns)
         if running.placement.was_found:
             for attached in running.attached.values():
@@ -115,6 +119,8 @@ class Engine:
         for summary in steps:
             self._ledger.add(summary, now_ns)
             self._highest_step = max(summary.step, self._highest_step or 0)
+        if steps:
+            self._efficiency = running.efficiency()
         findings = []
         if not self._suspended:
             findings = running.detect(
@@ -126,7 +132,7 @@ class Engine:
             steps=left_over + running.take_complete(now_ns),
             findings=findings,
             progress=running.progress(),
-            ledger=self._ledger.read(now_ns),
+            ledger=self.ledger(now_ns),
             step_seconds=running.step_seconds(),
             highest_step=self._highest_step,
             can_checkpoint=running.can_checkpoint(),
@@ -139,4 +145,4 @@ class Engine:
 
     def ledger(self, as_of_ns: int) -> Ledger:
         """Return the ledger of a job that ended at `as_of_ns`."""
-        return self._ledger.read(as_of_ns)
+        return replace(self._ledger.read(as_of_ns), efficiency=self._efficiency)

@@ -30,9 +30,10 @@ from paceline_server.engine.types import Placement, RankProgress
 from paceline_server.flight_recorder import received
 from paceline_server.flight_recorder.received import Received
 from paceline_server.policy import Policy
+from paceline_server.steps.efficiency import MeasuredStep, efficiency
 from paceline_server.steps.model import StepModel
 from paceline_server.steps.timing import StepTiming
-from paceline_server.steps.types import StepSummary
+from paceline_server.steps.types import Efficiency, StepSummary
 from paceline_server.whatif.goodput import step_goodput
 from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import (
@@ -95,6 +96,7 @@ class RunningGeneration:
         self._sections: dict[tuple[int, int], str] = {}
         self._losses: dict[int, tuple[int, float]] = {}
         self._joined = LossJoin()
+        self._measured: deque[MeasuredStep] = deque(maxlen=RECENT_STEPS)
         self._durations: deque[float] = deque(maxlen=P99_STEPS)
         self._moved = set(range(placement.topology.world_size))
         self._new_timings: list[StepTiming] = []
@@ -205,6 +207,7 @@ class RunningGeneration:
         finished = self.model.take_finished()
         self._new_timings = [timing for _, timing in finished]
         self._remember(self._new_timings)
+        self._measured += [MeasuredStep.of(step, timing.ranks) for step, timing in finished]
         steps = [self._with_goodput(summary, timing) for summary, timing in finished]
         for summary in steps:
             self._durations.append(summary.duration_seconds)
@@ -320,6 +323,11 @@ class RunningGeneration:
         """Return the median of the recent steps."""
         recent = list(self._durations)[-RECENT_STEPS:]
         return median(recent) if recent else None
+
+    def efficiency(self) -> Efficiency:
+        """Return the efficiency over the recent steps."""
+        model = self.model
+        return efficiency(self._measured, model.metadata, model.values, self._world_size)
 
     def can_checkpoint(self) -> bool | None:
         """Return whether all ranks save a checkpoint on command; None if not all have begun a step.

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.steps.columns import CHUNK, COMMUNICATION, Bools, Ints, Spans, one_of
+from paceline_server.steps.overlap import overlapped_seconds
 from paceline_server.steps.replicas import ReplicaPhases
 from paceline_server.steps.timeline import StepTimeline, latest_end
 from paceline_server.steps.timing import RankTimes
@@ -177,6 +178,7 @@ def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> Ra
         checkpoint_seconds=seconds[Part.CHECKPOINT],
         gc_seconds=seconds[Part.GC],
         host_seconds=host,
+        overlapped_seconds=overlapped_seconds(spans, timeline),
     )
 
 

@@ -23,8 +23,11 @@ _MEASURED = ("compute", "communication", "bubble", "data_wait", "optimizer", "ch
 _SPLIT = tuple(name.removesuffix("_seconds") for name in StepGoodput.__struct_fields__)
 
 
+_COUNTS = ("samples", "tokens")
+
+
 class _PartTimes(msgspec.Struct, array_like=True):
-    """Nanoseconds of each part, of one step or summed over many."""
+    """Nanoseconds of each part, and what was processed, of one step or summed over many."""
 
     compute: int = 0
     communication: int = 0
@@ -36,6 +39,8 @@ class _PartTimes(msgspec.Struct, array_like=True):
     straggler: int = 0
     peer_wait: int = 0
     bubble_excess: int = 0
+    samples: int = 0
+    tokens: int = 0
 
     def add(self, times: _PartTimes, sign: int = 1) -> None:
         for part in self.__struct_fields__:
@@ -43,7 +48,7 @@ class _PartTimes(msgspec.Struct, array_like=True):
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, part) for part in self.__struct_fields__)
+        return sum(getattr(self, part) for part in self.__struct_fields__ if part not in _COUNTS)
 
 
 class LedgerState(msgspec.Struct):
@@ -112,6 +117,7 @@ class GoodputLedger:
         state.resumed = True
         state.useful_steps += 1
         times = _part_times(summary, end_ns - begin_ns)
+        times.samples, times.tokens = summary.samples or 0, summary.tokens or 0
         state.sums.add(times)
         self._revocable.append((summary.step, times))
 
@@ -169,6 +175,8 @@ class GoodputLedger:
             goodput_ratio=useful_ns / wall_ns if wall_ns else None,
             useful_steps=state.useful_steps,
             lost_steps=state.lost_steps,
+            samples=sums.samples or None,
+            tokens=sums.tokens or None,
         )
 
 

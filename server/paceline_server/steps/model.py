@@ -20,6 +20,7 @@ from paceline_server.steps.timeline import StepTimeline
 from paceline_server.steps.timing import ComputeTimes, Floats, RankTimes, StepTiming
 from paceline_server.steps.types import RankStep, StepSummary
 from paceline_server.steps.waits import communication
+from paceline_server.steps.work import RankValues, count_work
 from paceline_wire.batch import SpanBlock
 from paceline_wire.ring import GroupDefinition
 from paceline_wire.topology import Topology
@@ -45,6 +46,7 @@ class StepModel:
         self.metadata: Mapping[str, str] = dict(metadata)
         self._assembler = Assembler(topology.world_size)
         self._bubbles = BubbleModel(topology)
+        self.values = RankValues(topology.world_size)
         self._blocks: list[Block] = []
         self._undecoded_spans = 0
         self.lost_spans = 0  # overwritten in a ring before its agent read them
@@ -83,7 +85,7 @@ class StepModel:
 
     def _decode(self) -> None:
         blocks, self._blocks, self._undecoded_spans = self._blocks, [], 0
-        self._assembler.add(decode(blocks))
+        self._assembler.add(self.values.extract(decode(blocks)))
 
     def newest_step(self, rank: int) -> int | None:
         """Return the newest step that this rank had finished at the last `take_finished`."""
@@ -129,6 +131,7 @@ class StepModel:
                 key: self.groups.members(key) for key in np.unique(met.collectives.group).tolist()
             },
         )
+        samples, tokens = count_work(spans, grid)
         summary = StepSummary(
             generation=self.generation,
             step=step,
@@ -137,6 +140,8 @@ class StepModel:
             ranks=_rank_steps(times, slowdown),
             bubbles=self._bubbles.measure(timing, self.metadata),
             slowest_rank=_slowest(timeline.ranks, slowdown),
+            samples=samples,
+            tokens=tokens,
         )
         return FinishedStep(summary, timing)
 
@@ -167,11 +172,12 @@ def slowdowns(self_seconds: Floats, group: Ints) -> Floats:
 
 
 def _rank_steps(times: RankTimes, slowdown: Floats) -> list[RankStep]:
-    columns = [
-        getattr(times, name).tolist() for name in RankStep.__struct_fields__ if name != "slowdown"
-    ]
     known = [None if value != value else value for value in slowdown.tolist()]
-    return [RankStep(*row) for row in zip(*columns, known, strict=True)]
+    columns = [
+        known if name == "slowdown" else getattr(times, name).tolist()
+        for name in RankStep.__struct_fields__
+    ]
+    return [RankStep(*row) for row in zip(*columns, strict=True)]
 
 
 def _extent(timeline: StepTimeline) -> tuple[int, int]:

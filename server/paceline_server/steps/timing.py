@@ -40,6 +40,7 @@ class RankTimes:
     checkpoint_seconds: Floats
     gc_seconds: Floats
     host_seconds: Floats
+    overlapped_seconds: Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
     checkpoint_seconds: float
     gc_seconds: float
     slowdown: float | None  # self time over its peers' (same stage); None: no peers
+    overlapped_seconds: float = 0.0  # communication in flight while the host was not blocked in it
 
 
 class StepMeans(msgspec.Struct, frozen=True, array_like=True):
@@ -54,6 +55,7 @@ class StepMeans(msgspec.Struct, frozen=True, array_like=True):
     data_wait_seconds: float
     optimizer_seconds: float
     checkpoint_seconds: float
+    overlapped_seconds: float = 0.0
 
 
 class StepGoodput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -90,6 +92,9 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     means: StepMeans | None = None
     slowest_slowdown: float | None = None
     goodput: StepGoodput | None = None
+    # Sum over the replicas; None: not counted.
+    samples: int | None = None
+    tokens: int | None = None
 
     @property
     def goodput_ratio(self) -> float | None:
@@ -102,6 +107,39 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
             return None
         seconds = needed.compute_seconds + needed.communication_seconds + needed.bubble_seconds
         return (seconds + means.optimizer_seconds) / self.duration_seconds
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of the rank that uses most. None: not measured."""
+
+    rank: int
+    parameters_bytes: int | None = None
+    gradients_bytes: int | None = None
+    optimizer_bytes: int | None = None  # its state
+    activations_bytes: int | None = None  # what is left of the peak
+    allocated_bytes: int | None = None  # on the device, at the end of a step
+    reserved_bytes: int | None = None
+    peak_bytes: int | None = None  # most allocated
+    fragmentation_ratio: float | None = None  # free parts of blocks in use over reserved
+    after_forward_bytes: int | None = None
+    after_backward_bytes: int | None = None
+    after_optimizer_bytes: int | None = None
+
+
+class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
+    """The efficiency of a job over its recent steps. None: not known."""
+
+    steps: int = 0
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    counted_from: str | None = None  # how samples and tokens are recognized
+    model_flops_per_second: float | None = None  # sum over the ranks
+    peak_flops_per_second: float | None = None  # peak of one device
+    mfu_ratio: float | None = None
+    mfu_unknown: str | None = None  # why the MFU is not known
+    exposed_communication_ratio: float | None = None  # share of the step time of the ranks
+    overlapped_communication_ratio: float | None = None
+    memory: MemoryUse | None = None
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,3 +170,6 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     goodput_ratio: float | None = None
     useful_steps: int = 0
     lost_steps: int = 0
+    samples: int | None = None  # sum over the useful steps; None: not counted
+    tokens: int | None = None
+    efficiency: Efficiency = Efficiency()  # over the recent steps

@@ -43,6 +43,13 @@ def jobs(session: Session, limit: int, after: tuple[int, str] | None) -> Sequenc
     return session.scalars(query.limit(limit)).all()
 
 
+def earlier_runs(session: Session, job: JobRow, limit: int) -> Sequence[JobRow]:
+    """Return the runs of the job's name that were created before it, newest first."""
+    row = JobRow
+    query = select(row).where(row.name == job.name, row.created_ns < job.created_ns)
+    return session.scalars(query.order_by(row.created_ns.desc()).limit(limit)).all()
+
+
 def incidents(
     session: Session,
     limit: int,

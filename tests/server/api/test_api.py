@@ -21,7 +21,7 @@ from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.ingest import writer
 from paceline_server.policy import Policy
-from paceline_server.steps.types import Ledger, RankStep, StageBubble, StepSummary
+from paceline_server.steps.types import Efficiency, Ledger, RankStep, StageBubble, StepSummary
 from paceline_server.store.models import ActionRow, AuditRow, Base, IncidentRow, JobRow, NodeRow
 from paceline_server.store.shares import step_rows
 from paceline_server.store.tokens import Scope, create_token, revoke_token
@@ -526,6 +526,42 @@ def test_metrics_show_jobs_and_incidents(server: Any, client: httpx.Client) -> N
     ledger = rf'paceline_job_ledger_seconds{{job="[^"]*",job_id="{job_id}",part="(\w+)'
     parts = re.findall(ledger, text)
     assert {"compute", "communication", "bubble", "lost", "restart", "idle"} <= set(parts)
+
+
+def finished_run(server: Any, ranks: int, created_ns: int, **figures: float | None) -> str:
+    job_id = post_job(server.url, dp=ranks)
+    with server.program.database.write() as session:
+        job = session.get_one(JobRow, job_id)
+        job.created_ns, job.name = created_ns, "scaled"
+        job.ledger = Ledger(efficiency=Efficiency(steps=20, **figures))
+    return job_id
+
+
+def test_scaling_is_measured_against_the_smallest_earlier_run(
+    server: Any, client: httpx.Client
+) -> None:
+    """By hand: 1000 tokens/s on 2 ranks are 500 per rank, 3600 on 8 ranks are 450: 90%."""
+    runs = [
+        finished_run(server, 2, 1, tokens_per_second=2000.0),  # not the newest of its size
+        finished_run(server, 2, 2, tokens_per_second=1000.0, samples_per_second=7.0),
+        finished_run(server, 4, 3, tokens_per_second=1900.0),
+        finished_run(server, 1, 4, samples_per_second=3.0),  # tokens were not counted
+        finished_run(server, 8, 5, tokens_per_second=3600.0),
+        finished_run(server, 1, 6, tokens_per_second=510.0),  # later
+    ]
+    found = [client.get(f"/api/v1/jobs/{job_id}").json()["efficiency"] for job_id in runs]
+    assert found[4]["scaling"] == {
+        "efficiency_ratio": pytest.approx(0.9),
+        "ranks": 8,
+        "base_ranks": 2,
+        "base_job_id": runs[1],
+        "compared": "tokens_per_second",
+    }
+    assert found[0]["scaling"] is None
+    assert found[3]["scaling"] is None
+    text = client.get("/metrics").text
+    figure = rf'^paceline_job_tokens_per_second{{job="scaled",job_id="{runs[4]}"}} 3600.0$'
+    assert re.search(figure, text, re.MULTILINE)
 
 
 def test_metrics_show_the_newest_step_of_each_job(server: Any, client: httpx.Client) -> None:

@@ -214,4 +214,5 @@ class SimulatedStep:
             checkpoint_seconds=checkpoint,
             gc_seconds=gc,
             host_seconds=zero,
+            overlapped_seconds=zero,
         )

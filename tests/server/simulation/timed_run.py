@@ -221,6 +221,7 @@ class TimedRun:
             checkpoint_seconds=zero,
             gc_seconds=zero,
             host_seconds=self._host_seconds(ranks, own),
+            overlapped_seconds=zero,
         )
 
     def _host_seconds(self, ranks: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -217,6 +217,7 @@ class PlayedRun:
             checkpoint_seconds=zeros,
             gc_seconds=zeros,
             host_seconds=zeros,
+            overlapped_seconds=zeros,
         )
         groups, collectives = self._collectives()
         return StepTiming(

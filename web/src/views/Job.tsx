@@ -5,6 +5,7 @@ import * as chart from "../chart";
 import { ActionCard } from "../components/ActionCard";
 import { Ago } from "../components/Ago";
 import { Bubbles } from "../components/Bubbles";
+import { Efficiency } from "../components/Efficiency";
 import { Failure } from "../components/Failure";
 import { Heatmap } from "../components/Heatmap";
 import { Badge, Icon } from "../components/Icon";
@@ -165,6 +166,9 @@ function JobPage({ state, connection, onDecided }: PageProps) {
           >
             <LedgerBar ledger={job.ledger} />
           </Panel>
+          <Panel id="efficiency" title="Efficiency" note={recent(job)}>
+            <Efficiency figures={job.efficiency} />
+          </Panel>
         </div>
       </div>
       <Panel id="nodes" title="Nodes" note={counted(own)}>
@@ -172,6 +176,10 @@ function JobPage({ state, connection, onDecided }: PageProps) {
       </Panel>
     </article>
   );
+}
+
+function recent({ efficiency }: Job): string | undefined {
+  return efficiency.steps === 0 ? undefined : `last ${format.plural(efficiency.steps, "step")}`;
 }
 
 function counted(nodes: readonly Node[]): string {

@@ -1,0 +1,166 @@
+"""The efficiency of a job in its recent steps; docs/efficiency.md has the definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from paceline_server.steps.devices import peak_flops
+from paceline_server.steps.timing import RankTimes
+from paceline_server.steps.types import Efficiency, MemoryUse, StepSummary
+from paceline_server.steps.work import RankValues
+from paceline_wire.spans import MemoryKind
+
+_GIVE = "pass {0} to paceline.describe_model, or set PACELINE_{1}"
+_LONGEST_NAME = 100
+
+
+class MeasuredStep(NamedTuple):
+    """The input of a job's efficiency from one step. Seconds are means over the ranks."""
+
+    duration_seconds: float
+    rank_seconds: float
+    exposed_seconds: float
+    overlapped_seconds: float
+    samples: int | None
+    tokens: int | None
+
+    @classmethod
+    def of(cls, summary: StepSummary, ranks: RankTimes) -> MeasuredStep:
+        return cls(
+            summary.duration_seconds,
+            float(ranks.step_seconds.mean()),
+            float(ranks.communication_seconds.mean()),
+            float(ranks.overlapped_seconds.mean()),
+            summary.samples,
+            summary.tokens,
+        )
+
+
+def efficiency(
+    steps: Sequence[MeasuredStep],
+    metadata: Mapping[str, str],
+    values: RankValues,
+    world_size: int,
+) -> Efficiency:
+    """Return the efficiency over `steps`.
+
+    Args:
+        metadata: of the job, with what its ranks reported: device, FLOPs, how work is counted.
+        values: memory and FLOPs of the ranks.
+    """
+    memory = _memory(values)
+    if not steps:
+        return Efficiency(memory=memory)
+    samples, tokens = (
+        _rate(steps, [getattr(step, name) for step in steps]) for name in ("samples", "tokens")
+    )
+    per_second, unknown = _model_flops(steps, metadata, values, world_size, samples, tokens)
+    peak, peak_unknown = _peak(metadata)
+    rank_seconds = sum(step.rank_seconds for step in steps) or math.nan
+    return Efficiency(
+        steps=len(steps),
+        samples_per_second=samples,
+        tokens_per_second=tokens,
+        counted_from=metadata.get("work", "")[:_LONGEST_NAME] or None,
+        model_flops_per_second=per_second,
+        peak_flops_per_second=peak,
+        mfu_ratio=per_second / (peak * world_size) if per_second and peak else None,
+        mfu_unknown=unknown or peak_unknown,
+        exposed_communication_ratio=_known(
+            sum(step.exposed_seconds for step in steps) / rank_seconds
+        ),
+        overlapped_communication_ratio=_known(
+            sum(step.overlapped_seconds for step in steps) / rank_seconds
+        ),
+        memory=memory,
+    )
+
+
+def _rate(steps: Sequence[MeasuredStep], counts: Sequence[int | None]) -> float | None:
+    """Return the sum of the counts over the duration of the steps that have one."""
+    counted = [
+        (count, step.duration_seconds)
+        for count, step in zip(counts, steps, strict=True)
+        if count is not None
+    ]
+    seconds = sum(duration for _, duration in counted)
+    return sum(count for count, _ in counted) / seconds if seconds > 0 else None
+
+
+def _model_flops(
+    steps: Sequence[MeasuredStep],
+    metadata: Mapping[str, str],
+    values: RankValues,
+    world_size: int,
+    samples_per_second: float | None,
+    tokens_per_second: float | None,
+) -> tuple[float | None, str | None]:
+    """Return the model FLOP/s of the job, or None and why they are not known."""
+    steps_per_second = len(steps) / (sum(step.duration_seconds for step in steps) or math.nan)
+    for name, rate, work in (
+        ("flops_per_step", _known(steps_per_second), "steps"),
+        ("flops_per_token", tokens_per_second, "tokens"),
+        ("flops_per_sample", samples_per_second, "samples"),
+    ):
+        given = _positive(metadata.get(name))
+        if given is not None and rate is not None:
+            return given * rate, None
+        if given is not None:
+            return None, f"{name} is given, but {work} are not counted: call paceline.count"
+    if len(values.flops) == world_size:
+        return _known(sum(values.flops.values()) * steps_per_second), None
+    give = _GIVE.format("flops_per_token", "COUNT_FLOPS=1")
+    return None, f"the FLOPs of the model are not known: {give}"
+
+
+def _peak(metadata: Mapping[str, str]) -> tuple[float | None, str | None]:
+    """Return the peak of one device, or None and why it is not known."""
+    name = metadata.get("device", "")[:_LONGEST_NAME]
+    peak = _positive(metadata.get("peak_flops")) or peak_flops(name)
+    if peak is not None:
+        return peak, None
+    what = f"the peak of {name} is not known" if name else "the ranks report no GPU"
+    return None, f"{what}: {_GIVE.format('peak_flops', 'PEAK_FLOPS')}"
+
+
+def _positive(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if 0.0 < value < math.inf else None
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _memory(values: RankValues) -> MemoryUse | None:
+    fullest = values.fullest()
+    if fullest is None:
+        return None
+    rank, known = fullest
+    held = [known.get(kind) for kind in _HELD]
+    peak, reserved = known.get(MemoryKind.PEAK), known.get(MemoryKind.RESERVED)
+    inactive = known.get(MemoryKind.INACTIVE)
+    sizes = [size for size in held if size is not None]
+    complete = peak is not None and len(sizes) == len(_HELD)
+    return MemoryUse(
+        rank=rank,
+        parameters_bytes=held[0],
+        gradients_bytes=held[1],
+        optimizer_bytes=held[2],
+        activations_bytes=max((peak or 0) - sum(sizes), 0) if complete else None,
+        allocated_bytes=known.get(MemoryKind.ALLOCATED),
+        reserved_bytes=reserved,
+        peak_bytes=peak,
+        fragmentation_ratio=inactive / reserved if reserved and inactive is not None else None,
+        after_forward_bytes=known.get(MemoryKind.AFTER_FORWARD),
+        after_backward_bytes=known.get(MemoryKind.AFTER_BACKWARD),
+        after_optimizer_bytes=known.get(MemoryKind.AFTER_OPTIMIZER),
+    )
+
+
+_HELD = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)

@@ -1,0 +1,42 @@
+"""The lines of `paceline jobs show` about time and efficiency."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from paceline_cli.commands.jobs import show_efficiency, show_ledger
+from paceline_server.api.examples import EXAMPLES
+
+JOB: dict[str, Any] = EXAMPLES["Job"]
+
+
+def test_lost_time_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show_ledger(JOB["ledger"])
+    shown = capsys.readouterr().out
+    assert "straggler 29.8%, peer wait 1.0%, bubble excess 1.7%" in shown
+    earlier = {key: value for key, value in JOB["ledger"].items() if key != "straggler_seconds"}
+    show_ledger(earlier)
+    assert "straggler" not in capsys.readouterr().out
+
+
+def test_efficiency_takes_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    show_efficiency(JOB["efficiency"])
+    assert capsys.readouterr().out.splitlines() == [
+        "last 20 steps: 100,053 tokens/s, 24.4 samples/s, MFU 53.0%, exposed communication 41.0%, "
+        "overlapped communication 6.0%, scaling 93.0% of 1 rank (job-0f3a91d2)",
+        "memory of rank 0: peak 50.3 GiB, reserved 54 GiB, allocated 20 GiB, parameters 3.26 GiB, "
+        "gradients 3.26 GiB, optimizer 13 GiB, activations 30.7 GiB",
+    ]
+
+
+def test_an_unknown_mfu_has_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    found = deepcopy(JOB["efficiency"])
+    found |= {"mfu_ratio": None, "mfu_unknown": "the ranks report no GPU", "memory": None}
+    found |= {"tokens_per_second": None, "scaling": None}
+    show_efficiency(found)
+    assert capsys.readouterr().out.splitlines()[1] == "MFU unknown: the ranks report no GPU"
+    show_efficiency(None)
+    assert not capsys.readouterr().out
