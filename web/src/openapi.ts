@@ -807,6 +807,8 @@ export interface components {
             overlapped_communication_ratio: number | null;
             /** Peak Flops Per Second */
             peak_flops_per_second: number | null;
+            /** Ranks */
+            ranks: components["schemas"]["RankEfficiencyModel"][];
             /** Samples Per Second */
             samples_per_second: number | null;
             scaling: components["schemas"]["ScalingModel"] | null;
@@ -1216,6 +1218,20 @@ export interface components {
          *         "model_flops_per_second": 4200000000000000,
          *         "overlapped_communication_ratio": 0.06,
          *         "peak_flops_per_second": 989500000000000,
+         *         "ranks": [
+         *           {
+         *             "exposed_communication_ratio": 0.55,
+         *             "overlapped_communication_ratio": 0.06,
+         *             "peak_bytes": 54000000000,
+         *             "rank": 0
+         *           },
+         *           {
+         *             "exposed_communication_ratio": 0.02,
+         *             "overlapped_communication_ratio": 0.06,
+         *             "peak_bytes": 53000000000,
+         *             "rank": 2
+         *           }
+         *         ],
          *         "samples_per_second": 24.4,
          *         "scaling": {
          *           "base_job_id": "job-0f3a91d2",
@@ -1672,6 +1688,20 @@ export interface components {
          *             "model_flops_per_second": 4200000000000000,
          *             "overlapped_communication_ratio": 0.06,
          *             "peak_flops_per_second": 989500000000000,
+         *             "ranks": [
+         *               {
+         *                 "exposed_communication_ratio": 0.55,
+         *                 "overlapped_communication_ratio": 0.06,
+         *                 "peak_bytes": 54000000000,
+         *                 "rank": 0
+         *               },
+         *               {
+         *                 "exposed_communication_ratio": 0.02,
+         *                 "overlapped_communication_ratio": 0.06,
+         *                 "peak_bytes": 53000000000,
+         *                 "rank": 2
+         *               }
+         *             ],
          *             "samples_per_second": 24.4,
          *             "scaling": {
          *               "base_job_id": "job-0f3a91d2",
@@ -2174,6 +2204,20 @@ export interface components {
              * Format: date-time
              */
             received_at: string;
+        };
+        /**
+         * RankEfficiencyModel
+         * @description The communication of one rank over the recent steps, as shares of its step time.
+         */
+        RankEfficiencyModel: {
+            /** Exposed Communication Ratio */
+            exposed_communication_ratio: number;
+            /** Overlapped Communication Ratio */
+            overlapped_communication_ratio: number;
+            /** Peak Bytes */
+            peak_bytes: number | null;
+            /** Rank */
+            rank: number;
         };
         /**
          * RankPage

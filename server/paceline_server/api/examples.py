@@ -60,6 +60,20 @@ _EFFICIENCY = {
         "after_backward_bytes": 21500000000,
         "after_optimizer_bytes": 21500000000,
     },
+    "ranks": [
+        {
+            "rank": 0,
+            "exposed_communication_ratio": 0.55,
+            "overlapped_communication_ratio": 0.06,
+            "peak_bytes": 54000000000,
+        },
+        {
+            "rank": 2,
+            "exposed_communication_ratio": 0.02,
+            "overlapped_communication_ratio": 0.06,
+            "peak_bytes": 53000000000,
+        },
+    ],
     "scaling": {
         "efficiency_ratio": 0.93,
         "ranks": 8,

@@ -123,6 +123,15 @@ class ScalingModel(Resource):
     compared: Literal["tokens_per_second", "samples_per_second"]
 
 
+class RankEfficiencyModel(Resource):
+    """The communication of one rank over the recent steps, as shares of its step time."""
+
+    rank: int
+    exposed_communication_ratio: float
+    overlapped_communication_ratio: float
+    peak_bytes: int | None  # most allocated on its device; null: not measured
+
+
 class EfficiencyModel(Resource):
     """Figures of the recent steps; see docs/efficiency.md. Null: not known."""
 
@@ -139,6 +148,8 @@ class EfficiencyModel(Resource):
     exposed_communication_ratio: float | None  # share of the ranks' step time
     overlapped_communication_ratio: float | None
     memory: MemoryModel | None
+    # by rank; of more than 64 ranks those with the least exposed communication
+    ranks: list[RankEfficiencyModel]
     scaling: ScalingModel | None
 
 

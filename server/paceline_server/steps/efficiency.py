@@ -6,33 +6,39 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from paceline_server.steps.devices import peak_flops
-from paceline_server.steps.timing import RankTimes
-from paceline_server.steps.types import Efficiency, MemoryUse, StepSummary
+from paceline_server.steps.timing import Floats, Ints, RankTimes
+from paceline_server.steps.types import Efficiency, MemoryUse, RankEfficiency, StepSummary
 from paceline_server.steps.work import RankValues
 from paceline_wire.spans import MemoryKind
 
 _GIVE = "pass {0} to paceline.describe_model, or set PACELINE_{1}"
 _LONGEST_NAME = 100
+MOST_RANKS = 64  # ranks that are listed
 
 
 class MeasuredStep(NamedTuple):
-    """The input of a job's efficiency from one step. Seconds are means over the ranks."""
+    """The input of a job's efficiency from one step. Arrays have one row per rank."""
 
     duration_seconds: float
-    rank_seconds: float
-    exposed_seconds: float
-    overlapped_seconds: float
+    rank: Ints
+    rank_seconds: Floats
+    exposed_seconds: Floats
+    overlapped_seconds: Floats
     samples: int | None
     tokens: int | None
 
     @classmethod
     def of(cls, summary: StepSummary, ranks: RankTimes) -> MeasuredStep:
+        """Return the figures of a step from its summary and the times of its ranks."""
         return cls(
             summary.duration_seconds,
-            float(ranks.step_seconds.mean()),
-            float(ranks.communication_seconds.mean()),
-            float(ranks.overlapped_seconds.mean()),
+            ranks.rank,
+            ranks.step_seconds,
+            ranks.communication_seconds,
+            ranks.overlapped_seconds,
             summary.samples,
             summary.tokens,
         )
@@ -58,7 +64,11 @@ def efficiency(
     )
     per_second, unknown = _model_flops(steps, metadata, values, world_size, samples, tokens)
     peak, peak_unknown = _peak(metadata)
-    rank_seconds = sum(step.rank_seconds for step in steps) or math.nan
+    times = np.zeros((3, world_size))  # step, exposed, overlapped
+    for step in steps:
+        columns = step.rank_seconds, step.exposed_seconds, step.overlapped_seconds
+        times[:, step.rank] += np.stack(columns)
+    whole, exposed, overlapped = times.sum(axis=1).tolist()
     return Efficiency(
         steps=len(steps),
         samples_per_second=samples,
@@ -68,14 +78,30 @@ def efficiency(
         peak_flops_per_second=peak,
         mfu_ratio=per_second / (peak * world_size) if per_second and peak else None,
         mfu_unknown=unknown or peak_unknown,
-        exposed_communication_ratio=_known(
-            sum(step.exposed_seconds for step in steps) / rank_seconds
-        ),
-        overlapped_communication_ratio=_known(
-            sum(step.overlapped_seconds for step in steps) / rank_seconds
-        ),
+        exposed_communication_ratio=exposed / whole if whole else None,
+        overlapped_communication_ratio=overlapped / whole if whole else None,
         memory=memory,
+        ranks=_ranks(times, values),
     )
+
+
+def _ranks(times: Floats, values: RankValues) -> list[RankEfficiency]:
+    """Return the ranks; of a large job those with the least exposed communication.
+
+    The others wait for them.
+    """
+    present = np.flatnonzero(times[0])
+    exposed, overlapped = times[1:, present] / times[0, present]
+    listed = np.sort(np.argsort(exposed, kind="stable")[:MOST_RANKS])
+    return [
+        RankEfficiency(
+            rank=rank,
+            exposed_communication_ratio=float(exposed[row]),
+            overlapped_communication_ratio=float(overlapped[row]),
+            peak_bytes=values.memory.get(rank, {}).get(MemoryKind.PEAK),
+        )
+        for row, rank in zip(listed.tolist(), present[listed].tolist(), strict=True)
+    ]
 
 
 def _rate(steps: Sequence[MeasuredStep], counts: Sequence[int | None]) -> float | None:

@@ -126,6 +126,15 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     after_optimizer_bytes: int | None = None
 
 
+class RankEfficiency(msgspec.Struct, frozen=True, kw_only=True):
+    """The communication of one rank over the recent steps, as shares of its step time."""
+
+    rank: int
+    exposed_communication_ratio: float
+    overlapped_communication_ratio: float
+    peak_bytes: int | None = None  # most allocated on its device
+
+
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     """The efficiency of a job over its recent steps. None: not known."""
 
@@ -140,6 +149,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     exposed_communication_ratio: float | None = None  # share of the step time of the ranks
     overlapped_communication_ratio: float | None = None
     memory: MemoryUse | None = None
+    ranks: list[RankEfficiency] = []
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
