@@ -113,7 +113,7 @@ def test_a_loop_is_counted_and_measured_without_a_changed_line(reader: RingReade
     ]
     assert values(spans, Op.MEMORY) == measured * 2  # in steps 2 and 7
     described = {k: v for each in reader.new_descriptions() for k, v in each.metadata.items()}
-    assert described["work"] == 'samples and tokens from the "input_ids" of each batch'
+    assert described["counted_from"] == 'samples and tokens from the "input_ids" of each batch'
 
 
 def test_the_script_counts_instead(reader: RingReader) -> None:

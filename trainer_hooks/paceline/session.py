@@ -245,10 +245,10 @@ class Session:
     def _describe_steps(self) -> None:
         metadata = {"steps": self.recognition.describe()}
         if self.loop.work.source is not None:
-            metadata["work"] = self.loop.work.source
+            metadata["counted_from"] = self.loop.work.source
         cuda = sys.modules.get("torch.cuda")
         if cuda is not None and cuda.is_initialized():
-            metadata["device"] = cuda.get_device_name()
+            metadata["gpu_name"] = cuda.get_device_name()
         self.update(source="steps", metadata=metadata)
 
     def count(self, samples: int | None, tokens: int | None) -> None:

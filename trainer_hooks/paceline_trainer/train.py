@@ -171,6 +171,7 @@ class Trainer:
     def _step(self, batch: TokenBatch, completed: int) -> None:
         """Train one step: accumulate gradients, reduce them, exchange, update."""
         topology = self.place.topology
+        paceline.count(samples=batch.lengths.numel(), tokens=int(batch.lengths.sum()))
         loss = self.pipeline.run(self.actions, batch, 1 / (self.microbatches * topology.dp))
         if not self.emulation.faults.skips_collective():
             self.optimizer.reduce()

@@ -73,7 +73,7 @@ def efficiency(
         steps=len(steps),
         samples_per_second=samples,
         tokens_per_second=tokens,
-        counted_from=metadata.get("work", "")[:_LONGEST_NAME] or None,
+        counted_from=metadata.get("counted_from", "")[:_LONGEST_NAME] or None,
         model_flops_per_second=per_second,
         peak_flops_per_second=peak,
         mfu_ratio=per_second / (peak * world_size) if per_second and peak else None,
@@ -143,7 +143,7 @@ def _model_flops(
 
 def _peak(metadata: Mapping[str, str]) -> tuple[float | None, str | None]:
     """Return the peak of one device, or None and why it is not known."""
-    name = metadata.get("device", "")[:_LONGEST_NAME]
+    name = metadata.get("gpu_name", "")[:_LONGEST_NAME]
     peak = _positive(metadata.get("peak_flops")) or peak_flops(name)
     if peak is not None:
         return peak, None

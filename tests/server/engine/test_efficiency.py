@@ -31,7 +31,11 @@ from paceline_wire.topology import Topology
 START_NS = 1_700_000_000_000_000_000
 MS = 1_000_000
 # Model FLOPs: 1e12 per token. Two A100 have a peak of 2 x 312e12 per second.
-METADATA = {"flops_per_token": "1e12", "device": "NVIDIA A100-SXM4-80GB", "work": "by hand"}
+METADATA = {
+    "counted_from": "by hand",
+    "flops_per_token": "1e12",
+    "gpu_name": "NVIDIA A100-SXM4-80GB",
+}
 
 Row = tuple[int, int, int, int, int, int]  # op, begin and end in ms, flags, bytes, sequence
 
@@ -247,9 +251,9 @@ def test_counted_flops_are_summed_over_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        ({"device": "NVIDIA H200"}, "the FLOPs of the model are not known"),
+        ({"gpu_name": "NVIDIA H200"}, "the FLOPs of the model are not known"),
         ({"flops_per_step": "1e12"}, "the ranks report no GPU"),
-        ({"flops_per_step": "1e12", "device": "New GPU"}, "the peak of New GPU is not known"),
+        ({"flops_per_step": "1e12", "gpu_name": "New GPU"}, "the peak of New GPU is not known"),
         ({"flops_per_step": "many", "peak_flops": "nan"}, "the FLOPs of the model are not known"),
     ],
 )
