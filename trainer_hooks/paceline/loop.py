@@ -306,7 +306,8 @@ class Loop:
 
     def _drop(self) -> None:
         """Close the step without recording it."""
-        self.work.clear()
+        work = self.work
+        work.samples = work.tokens = 0
         self.is_open = self.is_waiting = self._marked = False
         self._waits = 0
         self.optimizer_calls.clear()

@@ -26,9 +26,10 @@ _STATISTICS = {
 }
 
 
-def is_measured(step: int) -> bool:
-    """Return whether the memory of a step is measured; `step` counts from 0 in this process."""
-    return step in EARLY_STEPS or (step > 0 and not step % STEPS_BETWEEN)
+def measured_after(step: int) -> int:
+    """Return the next step whose memory is measured; they count from 0 in this process."""
+    early = [each for each in EARLY_STEPS if each > step]
+    return early[0] if early else (step // STEPS_BETWEEN + 1) * STEPS_BETWEEN
 
 
 class MemoryMeter:

@@ -25,7 +25,7 @@ from paceline.device import (
 )
 from paceline.flops import COUNTED_STEP, FlopCount
 from paceline.loop import Loop
-from paceline.memory import MemoryMeter, is_measured, write_value
+from paceline.memory import MemoryMeter, measured_after, write_value
 from paceline.recognition import Recognition
 from paceline.recorder import Recorder
 from paceline.sections import INERT, OtherThreadSection, StatusSection, Transfer
@@ -93,6 +93,8 @@ class Session:
         self.counts_flops = False  # the step to count has not begun yet
         self._flop_count: FlopCount | None = None
         self._flops: int | None = None  # FLOPs of this rank in one step, once counted
+        self._reports_flops = False
+        self._next_measured = measured_after(0)  # step whose memory is measured next
         self.has_place = False  # the script gave this rank's coordinates
         self.marks_compute = False  # the script or a recognized schedule times its microbatches
         self.annotates = False  # the script calls `paceline.pipelining` itself
@@ -235,8 +237,11 @@ class Session:
                 meter, events.memory = events.memory, None
                 self.guard(meter.write)
         self.steps_ended = ended + 1
-        if events is not None and is_measured(ended + 1):
-            events.memory = MemoryMeter(self.recorder)
+        if ended + 1 == self._next_measured:
+            self._next_measured = measured_after(ended + 1)
+            if events is not None:
+                events.memory = MemoryMeter(self.recorder)
+            self._reports_flops = True
         if self._flop_count is not None or self.counts_flops:
             self.guard(self._count_flops)
         if self.steps_ended in DESCRIBED_AFTER_STEPS:
@@ -275,7 +280,9 @@ class Session:
             self._flop_count = FlopCount()
         elif self._flop_count is not None and self._flops is None:
             self._flops = self._flop_count.end()
-        if self._flops and (self.steps_ended == COUNTED_STEP + 1 or is_measured(self.steps_ended)):
+            self._reports_flops = True
+        if self._flops and self._reports_flops:
+            self._reports_flops = False
             write_value(self.recorder, Op.FLOPS, self._flops)
 
     # Pipeline actions
