@@ -12,10 +12,12 @@ from paceline_cli.options import OutputFile
 from paceline_evaluation import report
 from paceline_evaluation.campaign import Campaign
 from paceline_evaluation.faults import KINDS, SYNTHETIC
+from paceline_evaluation.foreign import plan
+from paceline_evaluation.foreign.arm import ForeignArm
 from paceline_evaluation.real import RealArm
 from paceline_evaluation.scoring import TrialVerdict, figures
 
-ARMS = ("synthetic", "real")
+ARMS = ("synthetic", "real", "foreign")
 
 
 def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, ...]:
@@ -37,7 +39,11 @@ def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, .
 
 @click.command()
 @click.option(
-    "--arms", default="synthetic", show_default=True, help="synthetic, real, or synthetic,real."
+    "--arms",
+    default="synthetic",
+    show_default=True,
+    metavar="LIST",
+    help="Comma-separated list of synthetic, real, foreign.",
 )
 @click.option(
     "--seed",
@@ -87,24 +93,38 @@ def evaluate(
 
     Runs jobs with known faults and compares them with the findings of the engine; see
     docs/evaluation.md. The real arm trains with real processes on this machine, takes minutes per
-    kind, and skips the kinds that only the synthetic arm supports.
+    kind, and skips the kinds that only the synthetic arm supports. The foreign arm runs trainings
+    of torch, Hugging Face and Lightning that do not know Paceline.
     """
     chosen_arms = _parse_names(ARMS, "--arms", arms)
     chosen = _parse_names(KINDS, "--kinds", kinds)
-    real = tuple(kind for kind in chosen if kind not in SYNTHETIC)
-    if chosen_arms == ("real",):
-        chosen = real
+    supported = {
+        "synthetic": KINDS,
+        "real": tuple(kind for kind in KINDS if kind not in SYNTHETIC),
+        "foreign": plan.KINDS,
+    }
+    kinds_of = {
+        arm: tuple(kind for kind in chosen if kind in supported[arm]) for arm in chosen_arms
+    }
+    chosen = tuple(kind for kind in chosen if any(kind in some for some in kinds_of.values()))
     if not chosen:
-        raise click.BadParameter("the real arm does not support these kinds", param_hint="--kinds")
-    kinds_per_arm = {"synthetic": len(chosen), "real": len(real)}
+        raise click.BadParameter(
+            f"the {' and the '.join(chosen_arms)} arm does not support these kinds",
+            param_hint="--kinds",
+        )
     verdicts: list[TrialVerdict] = []
-    progress = _ProgressLine(trials * sum(kinds_per_arm[arm] for arm in chosen_arms), misses)
+    skipped: list[str] = []
+    progress = _ProgressLine(trials * sum(map(len, kinds_of.values())), misses)
     if "synthetic" in chosen_arms:
-        campaign = Campaign(seed, trials, chosen, largest)
+        campaign = Campaign(seed, trials, kinds_of["synthetic"], largest)
         verdicts += campaign.run(jobs, progress)
     if "real" in chosen_arms:
-        verdicts += RealArm(real, trials, seed).run(progress)
-    result = figures(verdicts, chosen)
+        verdicts += RealArm(kinds_of["real"], trials, seed).run(progress)
+    if "foreign" in chosen_arms:
+        foreign = ForeignArm(kinds_of["foreign"], trials, seed)
+        verdicts += foreign.run(progress)
+        skipped = foreign.skipped
+    result = {**figures(verdicts, chosen), "skipped": skipped}
     text = json.dumps(result, indent=2)
     if output is not None:
         output.write_text(text + "\n")
@@ -137,5 +157,7 @@ class _ProgressLine:
             click.echo(f"{name}: {outcome}: {verdict.note}", err=True)
         elif verdict.cause_correct is False:
             click.echo(f"{name}: WRONG CAUSE: {verdict.note}", err=True)
+        if verdict.headline_correct is False:
+            click.echo(f"{name}: WRONG HEADLINE: {verdict.note}", err=True)
         for alarm in (*verdict.clean_alarms, *verdict.other_alarms):
             click.echo(f"{name}: FALSE ALARM: {alarm} | {verdict.note}", err=True)

@@ -74,6 +74,9 @@ class TrialFault:
     seconds: float = 0.0  # added to the durations of its operations
     ramp_steps: int = 0  # number of steps over which the fault grows linearly to its full size
     traffic: HiddenTraffic | None = None  # the traffic of a late link
+    way: str = ""  # how a fault of the foreign arm occurs
+    headline: str = ""  # text that the summary of the correct finding has
+    counted_from: float = COUNTED_MAGNITUDE
 
     def is_active(self, step: int) -> bool:
         """Return whether the fault is present in `step`."""
@@ -87,7 +90,7 @@ class TrialFault:
 
     @property
     def counts(self) -> bool:
-        return self.magnitude >= COUNTED_MAGNITUDE
+        return self.magnitude >= self.counted_from
 
     @property
     def counted_step(self) -> int:

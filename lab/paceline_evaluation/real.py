@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
 
 import click
 
@@ -22,9 +19,9 @@ from paceline_demo.cluster import GPUS_PER_NODE, Cluster
 from paceline_demo.training import start_training
 from paceline_evaluation import inject
 from paceline_evaluation.faults import TrialFault
-from paceline_evaluation.record import ReportedFinding, TrialRecord
+from paceline_evaluation.observed_job import ObservedJob
+from paceline_evaluation.record import TrialRecord
 from paceline_evaluation.scoring import TrialVerdict, judge
-from paceline_server.detect.finding import Finding
 
 AXES = (2, 2, 1)  # dp, pp, tp: every rank has a peer in its stage, and there is a pipeline
 _ARGUMENTS = ("--emulate-kernel-ms", "12,24", "--global-batch-size", "16", "--evaluate-every", "0")
@@ -33,59 +30,12 @@ _UNEVEN = {
     "sequence_variance": ("--layers", "2", "--sequence-spread", "3"),
 }
 _START_SECONDS = 120.0
-_POLL_SECONDS = 0.2
 _WARM_UP_STEPS = 20  # before the first trial of a job: detectors compare with earlier steps
 _HEALTHY_STEPS = (15, 40)
 _NONE_STEPS = 120
 _FAULTY_STEPS = 40  # a fault not detected by then counts as a miss
 _RECOVERY_STEPS = 40  # for incidents to be resolved after the fault is removed
 _FATAL_SECONDS = 30.0
-
-
-@dataclass
-class _Job:
-    """One job, as the server reports it."""
-
-    client: Client
-    job_id: str
-    view: dict[str, Any] = field(default_factory=dict)
-    incidents: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def poll(self) -> None:
-        self.view = self.client.get(f"/jobs/{self.job_id}")
-        for incident in self.client.items("/incidents", job=self.job_id):
-            self.incidents[incident["id"]] = incident
-
-    @property
-    def step(self) -> int:
-        """The latest finished step; -1 before the first."""
-        newest: int | None = self.view.get("step")
-        return -1 if newest is None else newest
-
-    @property
-    def is_over(self) -> bool:
-        return self.view.get("state") in ("failed", "finished", "stopped")
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Poll until `condition` holds. Return whether it did within `seconds`."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self.poll()
-            if condition():
-                return True
-            time.sleep(_POLL_SECONDS)
-        return False
-
-    def wait_for_steps(self, steps: int) -> bool:
-        """Wait for `steps` more steps. Return whether the job finished them."""
-        self.poll()
-        goal = self.step + steps
-        return self.wait_until(lambda: self.step >= goal or self.is_over, 5.0 * steps) and (
-            not self.is_over
-        )
-
-    def ranks(self) -> list[dict[str, Any]]:
-        return self.client.items(f"/jobs/{self.job_id}/ranks")
 
 
 class RealArm:
@@ -104,7 +54,7 @@ class RealArm:
         """
         verdicts = []
         with self._running() as client:
-            job: _Job | None = None
+            job: ObservedJob | None = None
             for kind in self.kinds:
                 for number in range(self.trials):
                     job, record = self._trial(client, job, kind, number)
@@ -123,8 +73,8 @@ class RealArm:
             self.cluster.remove_logs()
 
     def _trial(
-        self, client: Client, job: _Job | None, kind: str, number: int
-    ) -> tuple[_Job | None, TrialRecord]:
+        self, client: Client, job: ObservedJob | None, kind: str, number: int
+    ) -> tuple[ObservedJob | None, TrialRecord]:
         """Run one trial. Return the job for the next trial, or None if that needs a new job."""
         if kind in _UNEVEN:
             self._stop(job)
@@ -143,12 +93,12 @@ class RealArm:
         record.job = f"{self.cluster.url} {'x'.join(map(str, AXES))}"
         return job, record
 
-    def _start(self, client: Client, arguments: tuple[str, ...], *, warm: bool) -> _Job:
+    def _start(self, client: Client, arguments: tuple[str, ...], *, warm: bool) -> ObservedJob:
         self._jobs += 1
         job_id = start_training(
             self.cluster, AXES, "observe", *_ARGUMENTS, *arguments, checkpoints_name=f"{self._jobs}"
         )
-        job = _Job(client, job_id)
+        job = ObservedJob(client, job_id)
         steps = _WARM_UP_STEPS if warm else 0
         if (
             not job.wait_until(lambda: job.step >= steps or job.is_over, _START_SECONDS)
@@ -157,27 +107,27 @@ class RealArm:
             raise click.ClickException(f"job {job_id} did not start: {job.view.get('verdict')}")
         return job
 
-    def _stop(self, job: _Job | None) -> None:
+    def _stop(self, job: ObservedJob | None) -> None:
         if job is None:
             return
         with contextlib.suppress(click.ClickException):  # the job may have ended already
             job.client.post(f"/jobs/{job.job_id}/stop")
         job.wait_until(lambda: job.is_over, _FATAL_SECONDS)
 
-    def _chronic(self, job: _Job, kind: str) -> TrialRecord:
+    def _chronic(self, job: ObservedJob, kind: str) -> TrialRecord:
         """Record a trial whose fault is present from the first step."""
         stage = 1 if kind == "stage_imbalance" else None
         job.wait_for_steps(_WARM_UP_STEPS + _FAULTY_STEPS)
         fault = TrialFault(kind, 0, inject.UNEVEN_MAGNITUDE, stage=stage)
-        return self._record(job, kind, (fault,), set(), 0)
+        return job.record(kind, (fault,), set(), 0)
 
-    def _sudden(self, job: _Job, kind: str) -> TrialRecord:
+    def _sudden(self, job: ObservedJob, kind: str) -> TrialRecord:
         """Run healthy steps, inject the fault, record the findings, remove the fault."""
         job.poll()
         earlier, first = set(job.incidents), job.step
         if kind == "none":
             job.wait_for_steps(_NONE_STEPS)
-            return self._record(job, kind, (), earlier, first)
+            return job.record(kind, (), earlier, first)
         if not job.wait_for_steps(self.chance.randint(*_HEALTHY_STEPS)):
             raise click.ClickException(
                 f"the job ended before the fault was injected: {job.view.get('verdict')}"
@@ -191,8 +141,8 @@ class RealArm:
                 job.wait_until(lambda: self._is_fatal_detected(job, earlier), _FATAL_SECONDS)
             else:
                 job.wait_for_steps(_FAULTY_STEPS)
-            faults = _with_onset(job, faults, started)
-            record = self._record(job, kind, faults, earlier, first)
+            faults = job.with_onset(faults, started)
+            record = job.record(kind, faults, earlier, first)
             record.onset_seconds = (started.timestamp(),) * len(faults)
         finally:
             remove_faults()
@@ -200,14 +150,14 @@ class RealArm:
             self._wait_until_resolved(job)
         return record
 
-    def _is_fatal_detected(self, job: _Job, earlier: set[str]) -> bool:
+    def _is_fatal_detected(self, job: ObservedJob, earlier: set[str]) -> bool:
         return any(
             incident["kind"] in ("hang", "failure")
             for key, incident in job.incidents.items()
             if key not in earlier
         )
 
-    def _wait_until_resolved(self, job: _Job) -> None:
+    def _wait_until_resolved(self, job: ObservedJob) -> None:
         """Wait until the fault's incidents are resolved, at most _RECOVERY_STEPS."""
         job.poll()
         goal = job.step + _RECOVERY_STEPS
@@ -219,51 +169,3 @@ class RealArm:
             ),
             5.0 * _RECOVERY_STEPS,
         )
-
-    def _record(
-        self, job: _Job, kind: str, faults: tuple[TrialFault, ...], earlier: set[str], first: int
-    ) -> TrialRecord:
-        """Return the record of the trial; its steps count from `first`."""
-        incidents = [incident for key, incident in job.incidents.items() if key not in earlier]
-        record = TrialRecord(
-            kind=kind,
-            faults=tuple(
-                replace(fault, onset_step=max(0, fault.onset_step - first)) for fault in faults
-            ),
-            steps=job.step - first,
-        )
-        for incident in sorted(incidents, key=lambda incident: str(incident["detected_at"])):
-            step = incident["detected_step"]
-            record.findings.append(
-                ReportedFinding(
-                    finding=_finding(incident),
-                    step=(job.step if step is None else step) - first,
-                    seconds=datetime.fromisoformat(incident["detected_at"]).timestamp(),
-                )
-            )
-        return record
-
-
-def _with_onset(job: _Job, faults: tuple[TrialFault, ...], at: datetime) -> tuple[TrialFault, ...]:
-    """Return the faults with the first step that began after `at` as their onset.
-
-    The step that the server reports lags by up to a second.
-    """
-    steps = job.client.items(f"/jobs/{job.job_id}/steps")
-    later = [step["step"] for step in steps if datetime.fromisoformat(step["started_at"]) >= at]
-    onset = min(later, default=job.step + 1)
-    return tuple(replace(fault, onset_step=onset) for fault in faults)
-
-
-def _finding(incident: dict[str, Any]) -> Finding:
-    """Return the finding that opened the incident."""
-    link = incident.get("link")
-    return Finding(
-        fingerprint=incident["id"],
-        detected_ns=0,
-        **{name: incident[name] for name in ("kind", "cause", "summary", "generation", "severity")},
-        **{name: incident[name] for name in ("rank", "node", "stage", "onset_step")},
-        ranks=incident.get("ranks") or [],
-        link=None if link is None else (link[0], link[1]),
-        side=incident.get("side"),
-    )

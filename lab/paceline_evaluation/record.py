@@ -29,6 +29,8 @@ class TrialRecord:
     arm: str = "synthetic"
     number: int = 0  # position among the trials of its kind
     job: str = ""  # description of the job, for the user
+    trainer: str = ""  # the trainer of the foreign arm
+    clean_seconds: float = 0.0  # before the fault, without warm-up; 0: not measured
     onset_seconds: tuple[float, ...] = ()  # one per fault
     findings: list[ReportedFinding] = field(default_factory=list)
 

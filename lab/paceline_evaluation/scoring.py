@@ -65,12 +65,15 @@ CAUSE_WORDS = {
     "nic rate": ("rate", "nic", "speed"),
     "congestion": ("congest",),
     "disk": ("disk", "i/o", "storage"),
+    # Packets that the queue of the limit drops are sent again, which is visible if it occurs.
+    "rate limit": ("unknown", "packet loss"),
     "unknown": ("unknown", "slow data loading"),
 }
 _CAUSED = frozenset(
     {"slow_rank", "slow_node", "slow_link", "data_stall", "stalled_microbatch", "slow_creep"}
 )
 _Z95 = 1.959964
+_REPORTED_IN_NOTE = 4  # newest findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,11 @@ class TrialVerdict:
     clean_alarms: tuple[str, ...]  # false alarms before any fault
     other_alarms: tuple[str, ...]  # false alarms during a fault
     note: str = ""  # job and faults, for the user
+    way: str = ""  # how the fault of the foreign arm occurs
+    trainer: str = ""
+    headline_correct: bool | None = None  # None: not scored
+    clean_seconds: float = 0.0
+    clean_criticals: int = 0  # those of the false alarms before any fault
 
 
 def judge(record: TrialRecord) -> TrialVerdict:
@@ -116,6 +124,11 @@ def judge(record: TrialRecord) -> TrialVerdict:
         clean_alarms=tuple(map(_text, clean)),
         other_alarms=tuple(map(_text, other)),
         note=_note(record),
+        way=record.faults[0].way if record.faults else "",
+        trainer=record.trainer,
+        headline_correct=parts[0].headline_correct if parts else None,
+        clean_seconds=record.clean_seconds,
+        clean_criticals=sum(one.finding.severity == "critical" for one in clean),
     )
 
 
@@ -129,6 +142,7 @@ class _FaultVerdict:
     cause_correct: bool | None
     latency_steps: int | None
     latency_seconds: float | None
+    headline_correct: bool | None = None
 
     @classmethod
     def of(cls, record: TrialRecord, position: int) -> _FaultVerdict:
@@ -150,6 +164,7 @@ class _FaultVerdict:
             cause_correct=_is_cause_correct(hits[-1].finding, fault),
             latency_steps=max(0, hits[0].step - fault.counted_step),
             latency_seconds=None if onset_seconds is None else hits[0].seconds - onset_seconds,
+            headline_correct=fault.headline in hits[-1].finding.summary if fault.headline else None,
         )
 
 
@@ -167,6 +182,8 @@ def _hits(reported: ReportedFinding, fault: TrialFault) -> bool:
 def _names(finding: Finding, fault: TrialFault) -> bool:
     """Return whether the finding's subject is the fault's."""
     named = {finding.rank} if finding.rank is not None else set(finding.ranks)
+    if fault.kind == "slow_link" and fault.ranks:
+        return _crosses(finding, fault)
     if fault.link is not None:
         return finding.link is not None and set(finding.link) == set(fault.link)
     if fault.stage is not None and not fault.ranks:
@@ -176,6 +193,18 @@ def _names(finding: Finding, fault: TrialFault) -> bool:
     if fault.ranks:
         return named == set(fault.ranks)
     return True
+
+
+def _crosses(finding: Finding, fault: TrialFault) -> bool:
+    """Return whether the finding names the link between the two nodes, or one of its ends."""
+    named = {*finding.ranks, *(finding.link or ())}
+    nodes = {rank // (len(fault.ranks) // 2) for rank in named}
+    return finding.node is not None or len(nodes) == 2
+
+
+def names_fault(finding: Finding, fault: TrialFault) -> bool:
+    """Return whether the finding has the fault's kind and subject."""
+    return finding.kind == EXPECTED[fault.kind] and _names(finding, fault)
 
 
 def _node(fault: TrialFault) -> str:
@@ -239,12 +268,16 @@ def _text(reported: ReportedFinding) -> str:
 
 def _note(record: TrialRecord) -> str:
     expected = "; ".join(
-        f"{fault.kind} {render.percent(fault.magnitude, 0)} from step {fault.onset_step} "
-        f"ranks {list(fault.ranks)} node {fault.node} stage {fault.stage} link {fault.link} "
-        f"cause {fault.cause}"
+        f"{fault.way or fault.kind} {render.percent(fault.magnitude, 0)} "
+        f"from step {fault.onset_step} ranks {list(fault.ranks)} node {fault.node} "
+        f"stage {fault.stage} link {fault.link} cause {fault.cause}"
         for fault in record.faults
     )
-    return f"{record.job} | {expected or 'nothing'}"
+    reported = "; ".join(
+        f"{reported.finding.kind} ({reported.finding.cause}): {reported.finding.summary}"
+        for reported in record.findings[-_REPORTED_IN_NOTE:]
+    )
+    return f"{record.job} | {expected or 'nothing'} | reports: {reported or 'nothing'}"
 
 
 # Figures over many trials
@@ -266,7 +299,14 @@ def figures(verdicts: Sequence[TrialVerdict], kinds: Sequence[str]) -> dict[str,
         kind: _kind_figures([verdict for verdict in verdicts if verdict.kind == kind])
         for kind in kinds
     }
-    return {"overall": _overall(verdicts), "by_kind": by_kind}
+    result: dict[str, object] = {"overall": _overall(verdicts), "by_kind": by_kind}
+    for key in ("way", "trainer"):  # the groups of the foreign arm
+        if names := sorted({getattr(verdict, key) for verdict in verdicts} - {""}):
+            result[f"by_{key}"] = {
+                name: _kind_figures([one for one in verdicts if getattr(one, key) == name])
+                for name in names
+            }
+    return result
 
 
 def _overall(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
@@ -278,6 +318,7 @@ def _overall(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
     hits = sum(verdict.hit for verdict in counted)
     clean_steps = sum(verdict.clean_steps for verdict in verdicts)
     clean_alarms = sum(len(verdict.clean_alarms) for verdict in verdicts)
+    clean_seconds = sum(verdict.clean_seconds for verdict in verdicts)
     alarms = clean_alarms + sum(len(verdict.other_alarms) for verdict in verdicts)
     precision, recall = _share(hits, hits + alarms), _share(hits, len(counted))
     f1 = None
@@ -297,6 +338,12 @@ def _overall(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
             sum(verdict.top1 for verdict in counted), sum(verdict.detected for verdict in counted)
         ),
         "cause_accuracy": _causes(counted),
+        "headline_accuracy": _headlines(counted),
+        "clean_hours": round(clean_seconds / 3600, 4) if clean_seconds else None,
+        "warnings_per_10_hours": (
+            round(clean_alarms / clean_seconds * 36_000, 2) if clean_seconds else None
+        ),
+        "criticals": sum(verdict.clean_criticals for verdict in verdicts),
         "faults": len(counted),
         "ci95": wilson(hits, len(counted)),
     }
@@ -317,6 +364,7 @@ def _kind_figures(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
             sum(verdict.top1 for verdict in counted), sum(verdict.detected for verdict in counted)
         ),
         "cause_accuracy": _causes(counted),
+        "headline_accuracy": _headlines(counted),
         "latency_steps_p50": _percentile(steps, 50),
         "latency_steps_p90": _percentile(steps, 90),
         "ci95": wilson(hits, len(counted)),
@@ -333,6 +381,11 @@ def _kind_figures(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
 
 def _causes(verdicts: Sequence[TrialVerdict]) -> float | None:
     scored = [verdict.cause_correct for verdict in verdicts if verdict.cause_correct is not None]
+    return _share(sum(scored), len(scored))
+
+
+def _headlines(verdicts: Sequence[TrialVerdict]) -> float | None:
+    scored = [one.headline_correct for one in verdicts if one.headline_correct is not None]
     return _share(sum(scored), len(scored))
 
 

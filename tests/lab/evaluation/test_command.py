@@ -70,10 +70,11 @@ def test_json_has_the_documented_keys(tmp_path: Path):
     [
         (["--kinds", "imaginary"], "unknown name 'imaginary'; expected none, slow_rank"),
         (["--kinds", ","], "expected at least one name"),
-        (["--arms", "imaginary"], "unknown name 'imaginary'; expected synthetic, real"),
+        (["--arms", "imaginary"], "unknown name 'imaginary'; expected synthetic, real, foreign"),
         (["--trials", "0"], "0 is not in the range"),
         (["--output", "/nowhere/found.json"], "there is no folder /nowhere"),
         (["--arms", "real", "--kinds", "late_link"], "the real arm does not support these"),
+        (["--arms", "foreign", "--kinds", "late_link"], "the foreign arm does not support these"),
     ],
 )
 def test_an_invalid_option_is_refused_in_one_sentence(arguments: list[str], message: str):

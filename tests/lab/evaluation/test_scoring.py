@@ -195,6 +195,7 @@ def test_figures_of_no_trials_are_unknown():
         "recall": None,
         "top1": None,
         "cause_accuracy": None,
+        "headline_accuracy": None,
         "latency_steps_p50": None,
         "latency_steps_p90": None,
         "ci95": None,

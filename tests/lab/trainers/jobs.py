@@ -1,4 +1,5 @@
-"""Runs `train.py` on an emulated cluster of two nodes and returns what Paceline reports about it.
+"""Runs the plain trainers of the foreign arm on an emulated cluster of two nodes and returns what
+Paceline reports about them.
 
     python -m tests.lab.trainers.jobs [TRAINER ...]
 
@@ -8,6 +9,7 @@ prints, for each trainer and fault, the incident and the seconds from the fault 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import statistics
 import subprocess
@@ -23,9 +25,24 @@ import click
 
 from paceline_cli.client import Client
 from paceline_demo.cluster import Cluster, free_port
+from paceline_evaluation.foreign.cluster import TRAINERS
 from tests.lab.trainers.expected import CASES, FAULTY_RANK, ONSET, Case
 
-SCRIPT = Path(__file__).with_name("train.py")
+WITH_LINES = Path(__file__).with_name("with_lines.py")
+UNCHANGED = TRAINERS / "train.py"
+# A step takes about 40 ms, most of it a sleep, so that four ranks fit on two cores.
+ARGUMENTS = (
+    "--width",
+    "128",
+    "--batch",
+    "32",
+    "--bucket-mb",
+    "0.2",
+    "--accelerator-seconds",
+    "0.03",
+)
+EVERYDAY = ("--evaluate-every", "200", "--checkpoint-every", "250", "--collect-every", "97")
+FAULT_SECONDS = 0.03
 SIZES = {
     "fsdp2_tp": {"dp": 2, "pp": 1, "tp": 2},
     "gpipe": {"dp": 2, "pp": 2, "tp": 1},
@@ -66,19 +83,32 @@ class TrainingCluster:
 
     # Jobs
 
-    def start(self, trainer: str, fault: str, **environment: str) -> str:
+    def _command(self, trainer: str, fault: str, script: Path) -> list[str]:
+        """Return script and arguments; what the fault does is written to the file of orders."""
+        order = {"fault": fault, "rank": FAULTY_RANK, "after_step": ONSET, "seconds": FAULT_SECONDS}
+        self.orders.write_text(json.dumps([order]))
+        command = [str(script), "--trainer", trainer, *ARGUMENTS]
+        if fault == "healthy":
+            command += EVERYDAY
+        return command + ["--pairs"] * (fault == "skip_subgroup")
+
+    @property
+    def orders(self) -> Path:
+        return self.cluster.directory / "orders.json"
+
+    def start(self, trainer: str, fault: str, script: Path = WITH_LINES, **environment: str) -> str:
         """Start a job through the server; return its id."""
         job = {
             "name": f"{trainer}-{fault}",
-            "argv": [sys.executable, str(SCRIPT)],
+            "argv": [sys.executable, *self._command(trainer, fault, script)],
             "topology": SIZES.get(trainer, {"dp": 4, "pp": 1, "tp": 1}),
             "mode": "observe",
-            "environment": {"TRAINER": trainer, "FAULT": fault, **environment},
+            "environment": {"ORDERS": str(self.orders), **environment},
         }
         return str(self.client.post("/jobs", job)["id"])
 
     @contextlib.contextmanager
-    def torchrun(self, trainer: str, fault: str, **environment: str) -> Iterator[str]:
+    def torchrun(self, trainer: str, fault: str) -> Iterator[str]:
         """Start the job with torchrun on both nodes, without the server; yield its id."""
         name, port = f"external-{trainer}-{fault}", free_port(0)
         command = [
@@ -86,16 +116,15 @@ class TrainingCluster:
             *("--nproc-per-node", "2", "--master-addr", "127.0.0.1"),
             *("--master-port", str(port)),
         ]
+        script = self._command(trainer, fault, WITH_LINES)
         nodes = [
             subprocess.Popen(
-                [*command, "--node-rank", str(node.number), str(SCRIPT)],
+                [*command, "--node-rank", str(node.number), *script],
                 env={
                     **self.cluster.environment(),
                     "PACELINE_RING_DIRECTORY": str(node.directory / "rings"),
                     "PACELINE_JOB": name,
-                    "TRAINER": trainer,
-                    "FAULT": fault,
-                    **environment,
+                    "ORDERS": str(self.orders),
                 },
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -180,8 +209,8 @@ class TrainingCluster:
             step["duration_seconds"] for step in self.steps(job_id) if first <= step["step"] <= last
         )
 
-    def run(self, case: Case, **environment: str) -> Outcome:
-        job_id = self.start(case.trainer, case.fault, **environment)
+    def run(self, case: Case, script: Path = WITH_LINES, **environment: str) -> Outcome:
+        job_id = self.start(case.trainer, case.fault, script, **environment)
         try:
             return self.watch(job_id, case)
         finally:
@@ -191,12 +220,14 @@ class TrainingCluster:
 def main(trainers: list[str]) -> None:
     print("| trainer | fault | rank | side | seconds | verdict |")
     print("|---|---|---|---|---|---|")
-    unchanged = {"LINES": "0", "PACELINE": "1"} if os.environ.get("UNCHANGED") else {}
+    is_unchanged = bool(os.environ.get("UNCHANGED"))
+    script = UNCHANGED if is_unchanged else WITH_LINES
+    environment = {"PACELINE": "1"} if is_unchanged else {}
     right = 0
     cases = [case for case in CASES if not trainers or case.trainer in trainers]
     with TrainingCluster.running() as cluster:
         for case in cases:
-            outcome = cluster.run(case, **unchanged)
+            outcome = cluster.run(case, script, **environment)
             incident = outcome.incident or {}
             is_right = bool(incident) and case.is_named(incident)
             right += is_right

@@ -1,0 +1,208 @@
+"""Runs the trials of the foreign arm, one after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+import click
+
+from paceline_cli.client import Client
+from paceline_evaluation.faults import TrialFault
+from paceline_evaluation.foreign.cluster import ForeignCluster
+from paceline_evaluation.foreign.disturbance import disturb
+from paceline_evaluation.foreign.inject import Injector, why_no_control_groups
+from paceline_evaluation.foreign.plan import Plan, available_trainers, draw_plans
+from paceline_evaluation.observed_job import ObservedJob, finding_of
+from paceline_evaluation.record import TrialRecord
+from paceline_evaluation.scoring import TrialVerdict, judge, names_fault
+
+_START_SECONDS = 180.0
+_WARM_UP_STEPS = 30
+_FATAL = frozenset({"hang", "crash"})
+_FATAL_SECONDS = 30.0
+_FAULTY_STEPS = 60  # a fault not detected by then counts as a miss
+_FAULTY_SECONDS = 20.0  # or by then, if the steps are shorter
+_NONE_SECONDS = 60.0
+_CAUSE_SECONDS = 3.0  # from the first report to its newest version
+_HEADLINE_SECONDS = 5.0  # the line of the script arrives after the first report
+_NEEDS_NETWORK = frozenset({"rate_limit"})
+_NEEDS_CONTROL_GROUPS = frozenset({"hog", "leak"})
+# The least increase of the step time for which a shared CPU or link counts as a fault at all.
+_MEASURED = frozenset({"hog", "rate_limit"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Healthy:
+    """The steps of a job before its fault."""
+
+    step_seconds: float
+    sent_bytes_per_step: float | None
+
+
+class ForeignArm:
+    """Runs `trials` trials of each of `kinds`; `skipped` says what cannot run here, and why."""
+
+    def __init__(
+        self,
+        kinds: tuple[str, ...],
+        trials: int,
+        seed: int,
+        trainers: Sequence[str] | None = None,
+        none_seconds: float = _NONE_SECONDS,
+    ) -> None:
+        available, skipped = available_trainers()
+        chosen = tuple(name for name in available if trainers is None or name in trainers)
+        self.none_seconds = none_seconds
+        self.skipped = list(skipped)
+        self.cluster = ForeignCluster()
+        plans = [plan for kind in kinds for plan in draw_plans(kind, trials, seed, chosen)]
+        self.plans = [plan for plan in plans if self._can_run(plan)]
+        self._jobs = 0
+
+    def _can_run(self, plan: Plan) -> bool:
+        reason = None
+        if plan.fault in _NEEDS_NETWORK:
+            reason = self.cluster.why_no_network
+        elif plan.fault in _NEEDS_CONTROL_GROUPS:
+            reason = why_no_control_groups()
+        if reason is None:
+            return True
+        if (sentence := f"{plan.fault}: {reason}") not in self.skipped:
+            self.skipped.append(sentence)
+        return False
+
+    def run(self, report: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
+        """Run all trials; call `report` with each verdict.
+
+        Raises:
+            click.ClickException: the cluster or a job does not start.
+        """
+        verdicts = []
+        with self.cluster.running() as client:
+            for number, plan in enumerate(self.plans):
+                record = self._trial(client, plan)
+                record.number = number
+                verdicts.append(judge(record))
+                report(verdicts[-1])
+        return verdicts
+
+    def _trial(self, client: Client, plan: Plan) -> TrialRecord:
+        self._jobs += 1
+        job = ObservedJob(client, f"foreign-{self._jobs}-{plan.trainer}-{plan.fault}")
+        surroundings = plan.surroundings
+        with ExitStack() as cleanup:
+            cleanup.enter_context(
+                disturb(
+                    surroundings.hogs,
+                    is_disk_busy=surroundings.is_disk_busy,
+                    directory=self.cluster.directory,
+                    environment=self.cluster.environment(),
+                )
+            )
+            cleanup.callback(self.cluster.end_training, job.job_id)
+            self.cluster.start_training(
+                job.job_id, plan.ranks, plan.script, *plan.surroundings.arguments
+            )
+            self._wait_for_start(job)
+            record = self._watch(job, plan, cleanup)
+        record.arm, record.trainer = "foreign", plan.trainer
+        record.job = f"{plan.trainer} on {plan.ranks} ranks, {surroundings.text()}, {record.job}"
+        return record
+
+    def _wait_for_start(self, job: ObservedJob) -> None:
+        def is_warm() -> bool:
+            return job.step >= _WARM_UP_STEPS or job.is_over
+
+        deadline = time.monotonic() + _START_SECONDS
+        while not job.is_known() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if job.is_known() and job.wait_until(is_warm, _START_SECONDS) and not job.is_over:
+            return
+        logs = [self.cluster.log(job.job_id, node) for node in self.cluster.nodes]
+        ends = "\n".join(log.read_text(errors="replace")[-2000:] for log in logs if log.exists())
+        raise click.ClickException(f"{job.job_id} did not start: {job.view}\n{ends}")
+
+    def _watch(self, job: ObservedJob, plan: Plan, cleanup: ExitStack) -> TrialRecord:
+        """Record healthy seconds, and then the fault."""
+        is_none = plan.kind == "none"
+        first = job.step
+        began = time.monotonic()
+        healthy = self._measure(job, plan, self.none_seconds if is_none else plan.healthy_seconds)
+        clean_seconds = time.monotonic() - began
+        if is_none:
+            record = job.record("none", (), set(), 0)
+        else:
+            record = self._inject(job, plan, healthy, cleanup)
+        record.clean_seconds = clean_seconds
+        record.job = f"{record.job} step {healthy.step_seconds * 1000:.0f} ms from step {first}"
+        return record
+
+    def _measure(self, job: ObservedJob, plan: Plan, seconds: float) -> _Healthy:
+        network, node = self.cluster.network, plan.faulty_rank // (plan.ranks // 2)
+        bytes_before = None if network is None else network.sent_bytes(node)
+        first = job.step
+        job.wait_until(lambda: job.is_over, seconds)
+        if job.is_over:
+            raise click.ClickException(f"{job.job_id} ended by itself: {job.view}")
+        sent = None
+        if network is not None and bytes_before is not None:
+            sent = (network.sent_bytes(node) - bytes_before) / max(1, job.step - first)
+        return _Healthy(_median_step(job.steps(), first), sent)
+
+    def _inject(
+        self, job: ObservedJob, plan: Plan, healthy: _Healthy, cleanup: ExitStack
+    ) -> TrialRecord:
+        injector = Injector(self.cluster, plan, job.ranks(), healthy.step_seconds, cleanup)
+        started = datetime.now().astimezone()
+        fault = injector.inject(healthy.sent_bytes_per_step)
+        self._await_report(job, plan, fault)
+        (fault,) = job.with_onset((fault,), started)
+        cost = None
+        if plan.kind not in _FATAL:
+            after = _median_step(job.steps(), fault.onset_step)
+            cost = after / healthy.step_seconds - 1.0
+            if plan.fault in _MEASURED:
+                fault = replace(fault, magnitude=max(cost, 0.0))
+        record = job.record(plan.kind, (fault,), set(), 0)
+        record.onset_seconds = (started.timestamp(),)
+        record.job = "" if cost is None else f"measured cost {cost:.0%}"
+        return record
+
+    def _await_report(self, job: ObservedJob, plan: Plan, fault: TrialFault) -> None:
+        """Wait until the fault is reported, then for details that arrive later."""
+        job.poll()
+        goal = job.step + _FAULTY_STEPS
+        least = time.monotonic() + _FAULTY_SECONDS
+        is_fatal = plan.kind in _FATAL
+
+        def reported() -> list[dict[str, Any]]:
+            return [
+                incident
+                for incident in job.incidents.values()
+                if names_fault(finding_of(incident), fault)
+            ]
+
+        def is_due() -> bool:
+            waited = not is_fatal and job.step >= goal and time.monotonic() >= least
+            return bool(reported()) or waited
+
+        job.wait_until(is_due, _FATAL_SECONDS if is_fatal else 120.0)
+        if not is_fatal:
+            job.wait_until(lambda: False, _CAUSE_SECONDS)
+        elif fault.headline:
+            job.wait_until(
+                lambda: any(fault.headline in one["summary"] for one in reported()),
+                _HEADLINE_SECONDS,
+            )
+
+
+def _median_step(steps: Sequence[dict[str, Any]], first: int) -> float:
+    """Return the median duration of the steps from `first` on."""
+    seconds = [float(step["duration_seconds"]) for step in steps if step["step"] > first]
+    return median(seconds or [float(step["duration_seconds"]) for step in steps])

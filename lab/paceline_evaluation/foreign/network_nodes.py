@@ -1,0 +1,109 @@
+"""Nodes that are network namespaces: real interfaces, real sockets, real rate limits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import ExitStack
+from itertools import count
+
+_NETWORK = "10.213.7"
+_serial = count()
+
+
+class NetworkError(Exception):
+    """Network namespaces cannot be made here, or a command about one failed."""
+
+
+class NetworkNodes:
+    """Network namespaces (`names`) on one bridge, with 10.213.7.N/24 on `eth0` of node N.
+
+    `cleanup` gets the calls that remove them.
+
+    Raises:
+        NetworkError: a command failed, for example because this user may not make namespaces.
+    """
+
+    server_address = f"{_NETWORK}.254"  # address of the bridge on this machine
+
+    def __init__(self, number_of_nodes: int, cleanup: ExitStack) -> None:
+        # Namespaces disappear some time after they are deleted, so no name is used twice.
+        self._mark = f"{os.getpid()}{chr(ord('a') + next(_serial))}"
+        self.bridge = f"pb{self._mark}"
+        self.names = [f"plnode{self._mark}{number}" for number in range(number_of_nodes)]
+        run("ip", "link", "add", self.bridge, "type", "bridge")
+        cleanup.callback(run, "ip", "link", "del", self.bridge)
+        run("ip", "link", "set", self.bridge, "up")
+        for number, name in enumerate(self.names):
+            cleanup.callback(run, "ip", "netns", "del", name)
+            self._add(number, name)
+
+    def address(self, number: int) -> str:
+        return f"{_NETWORK}.{number + 1}"
+
+    def inside(self, number: int) -> tuple[str, ...]:
+        """Return the beginning of a command that runs on the node."""
+        return ("ip", "netns", "exec", self.names[number])
+
+    def connect_to_server(self) -> None:
+        """Give this machine an address that the nodes reach."""
+        run("ip", "address", "add", f"{self.server_address}/24", "dev", self.bridge)
+
+    def limit(self, number: int, rate: str) -> None:
+        """Limit the traffic of the node in both directions, like a port at a lower speed."""
+        queue = ("root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")
+        run(*self.inside(number), "tc", "qdisc", "add", "dev", "eth0", *queue)
+        run("tc", "qdisc", "add", "dev", self._port(number), *queue)
+
+    def unlimit(self, number: int) -> None:
+        run(*self.inside(number), "tc", "qdisc", "del", "dev", "eth0", "root")
+        run("tc", "qdisc", "del", "dev", self._port(number), "root")
+
+    def sent_bytes(self, number: int) -> int:
+        """Return the number of bytes that the node has sent."""
+        counter = f"/sys/class/net/{self._port(number)}/statistics/rx_bytes"
+        with open(counter) as file:
+            return int(file.read())
+
+    def cut(self, number: int) -> None:
+        run("ip", "link", "set", self._port(number), "down")
+
+    def block(self, one: int, other: int) -> None:
+        route = ("route", "add", "blackhole", f"{self.address(other)}/32")
+        run("ip", "-n", self.names[one], *route)
+
+    def set_mtu(self, number: int, mtu: int) -> None:
+        run(*self.inside(number), "ip", "link", "set", "eth0", "mtu", str(mtu))
+
+    def _add(self, number: int, name: str) -> None:
+        port = self._port(number)
+        inside = ("ip", "-n", name)
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", port, "type", "veth", "peer", "eth0", "netns", name)
+        run("ip", "link", "set", port, "master", self.bridge, "up")
+        run(*inside, "address", "add", f"{self.address(number)}/24", "dev", "eth0")
+        run(*inside, "link", "set", "lo", "up")
+        run(*inside, "link", "set", "eth0", "up")
+
+    def _port(self, number: int) -> str:
+        return f"pv{self._mark}{number}"
+
+
+def why_unavailable() -> str | None:
+    """Return why network namespaces cannot be made here; None if they can."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"no {' or '.join(missing)} here (Debian: apt install iproute2)"
+    try:
+        with ExitStack() as cleanup:
+            NetworkNodes(1, cleanup)
+    except NetworkError as error:
+        return f"network namespaces cannot be made here: {error}"
+    return None
+
+
+def run(*command: str) -> None:
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise NetworkError(f"{' '.join(command)}: {ended.stderr.strip()}")

@@ -1,0 +1,63 @@
+"""The foreign arm, with real trainings. All but the shortest trials are in the campaign."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from paceline_evaluation.foreign.arm import ForeignArm
+from paceline_evaluation.foreign.plan import (
+    FAULTS,
+    KINDS,
+    PLAIN,
+    TRAINERS,
+    Plan,
+    Surroundings,
+    draw_plans,
+)
+from paceline_evaluation.scoring import TrialVerdict, figures
+
+QUIET = Surroundings(arguments=("--trainer", "ddp", "--batch", "32"))
+CRASH = Plan("crash", "error", "ddp", 2, 1, 1.0, 1.0, QUIET)
+
+
+def run(*plans: Plan) -> list[TrialVerdict]:
+    """Run these trials; no process is left."""
+    arm = ForeignArm((), trials=0, seed=0)
+    arm.plans = list(plans)
+    verdicts = arm.run(lambda _: None)
+    assert arm.cluster.processes() == []
+    return verdicts
+
+
+def test_a_raised_error_is_named_with_its_rank_in_an_unchanged_training() -> None:
+    (verdict,) = run(CRASH)
+    assert (verdict.arm, verdict.trainer, verdict.way) == ("foreign", "ddp", "error")
+    assert (verdict.hit, verdict.headline_correct) == (True, True), verdict
+    assert verdict.clean_seconds >= 1.0
+    result = figures([verdict], ("crash",))
+    assert result["by_way"]["error"]["headline_accuracy"] == 1.0
+    assert result["by_trainer"]["ddp"]["recall"] == 1.0
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_each_trainer_runs_and_its_stopped_rank_is_named(trainer: str) -> None:
+    (plan,) = draw_plans("none", 1, 1, (trainer,))
+    (verdict,) = run(replace(plan, kind="hang", fault="stop"))
+    assert (verdict.hit, verdict.headline_correct) == (True, True), verdict
+
+
+def test_the_same_seed_draws_the_same_trials_and_each_fault_and_trainer_occurs() -> None:
+    for kind in KINDS:
+        plans = draw_plans(kind, 40, 5, TRAINERS)
+        assert plans == draw_plans(kind, 40, 5, TRAINERS)
+        assert plans != draw_plans(kind, 40, 6, TRAINERS)
+        assert {plan.fault for plan in plans} == set(FAULTS[kind])
+        assert set(Counter(plan.trainer for plan in plans)) == set(TRAINERS)
+        for plan in plans:
+            assert plan.faulty_rank < plan.ranks <= 8
+            assert plan.trainer in PLAIN or plan.fault not in ("left", "exit", "caught")
