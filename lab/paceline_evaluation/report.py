@@ -23,8 +23,10 @@ COLUMNS = (
 
 
 def rows(figures: dict[str, Any]) -> list[list[str]]:
-    """Return the cells of the table, a row per kind."""
-    return [_row(kind, result) for kind, result in figures["by_kind"].items()]
+    """Return the cells of the table: a row per kind, and for the foreign arm per fault and
+    trainer."""
+    groups = [figures[key] for key in ("by_kind", "by_way", "by_trainer") if key in figures]
+    return [_row(name, result) for group in groups for name, result in group.items()]
 
 
 def _row(kind: str, result: dict[str, Any]) -> list[str]:
@@ -49,13 +51,22 @@ def sentences(figures: dict[str, Any]) -> list[str]:
     overall = figures["overall"]
     weak = figures["by_kind"].get("slow_rank", {}).get("weak")
     result = [
-        f"{overall['faults']} faults that cost 10% or more: "
+        f"{overall['faults']} faults of 10% (foreign arm: 20%) or more: "
         f"precision {_ratio(overall['precision'])}, recall {_ratio(overall['recall'])}, "
         f"F1 {_ratio(overall['f1'])}, correct subject {_ratio(overall['top1'])}, "
         f"correct cause {_ratio(overall['cause_accuracy'])}.",
         f"{overall['false_alarms_in_clean_steps']} false alarms in {overall['clean_steps']} clean "
         f"steps: {_number(overall['false_alarms_per_10k_steps'])} per 10,000.",
     ]
+    if (headline := overall["headline_accuracy"]) is not None:
+        result.append(f"Hangs with the right line and exits with their cause: {_ratio(headline)}.")
+    if (hours := overall["clean_hours"]) is not None:
+        result.append(
+            f"{overall['false_alarms_in_clean_steps']} warnings in {hours:.2f} healthy hours of "
+            f"job time ({_number(overall['warnings_per_10_hours'])} per 10 hours), "
+            f"{overall['criticals']} of them critical."
+        )
+    result += [f"Skipped: {sentence}." for sentence in figures.get("skipped", ())]
     if weak:
         result.append(f"Slow ranks of 5-10%: recall {_ratio(weak['recall'])} of {weak['n']}.")
     return result

@@ -10,8 +10,6 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-import click
-
 from paceline_cli.client import Client
 from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.foreign.cluster import ForeignCluster
@@ -35,6 +33,10 @@ _NEEDS_NETWORK = frozenset({"rate_limit"})
 _NEEDS_CONTROL_GROUPS = frozenset({"hog", "leak"})
 # The least increase of the step time for which a shared CPU or link counts as a fault at all.
 _MEASURED = frozenset({"hog", "rate_limit"})
+
+
+class TrainingFailedError(Exception):
+    """A training did not start or ended before its fault; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,16 @@ class ForeignArm:
         """Run all trials; call `report` with each verdict.
 
         Raises:
-            click.ClickException: the cluster or a job does not start.
+            click.ClickException: the cluster does not start.
         """
         verdicts = []
         with self.cluster.running() as client:
             for number, plan in enumerate(self.plans):
-                record = self._trial(client, plan)
+                try:
+                    record = self._trial(client, plan)
+                except TrainingFailedError as error:
+                    self.skipped.append(f"{plan.trainer} with {plan.fault}: {error}")
+                    continue
                 record.number = number
                 verdicts.append(judge(record))
                 report(verdicts[-1])
@@ -124,9 +130,14 @@ class ForeignArm:
             time.sleep(0.5)
         if job.is_known() and job.wait_until(is_warm, _START_SECONDS) and not job.is_over:
             return
+        raise TrainingFailedError(f"did not start; {self._last_error(job)}")
+
+    def _last_error(self, job: ObservedJob) -> str:
+        """Return the lines of the launchers' logs that name errors."""
         logs = [self.cluster.log(job.job_id, node) for node in self.cluster.nodes]
-        ends = "\n".join(log.read_text(errors="replace")[-2000:] for log in logs if log.exists())
-        raise click.ClickException(f"{job.job_id} did not start: {job.view}\n{ends}")
+        texts = [log.read_text(errors="replace") for log in logs if log.exists()]
+        lines = [line.strip() for text in texts for line in text.splitlines() if "Error" in line]
+        return "; ".join(lines[:3]) or "its log names no error"
 
     def _watch(self, job: ObservedJob, plan: Plan, cleanup: ExitStack) -> TrialRecord:
         """Record healthy seconds, and then the fault."""
@@ -149,7 +160,7 @@ class ForeignArm:
         first = job.step
         job.wait_until(lambda: job.is_over, seconds)
         if job.is_over:
-            raise click.ClickException(f"{job.job_id} ended by itself: {job.view}")
+            raise TrainingFailedError(f"ended by itself; {self._last_error(job)}")
         sent = None
         if network is not None and bytes_before is not None:
             sent = (network.sent_bytes(node) - bytes_before) / max(1, job.step - first)

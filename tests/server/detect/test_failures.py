@@ -127,6 +127,16 @@ def test_nobody_is_blamed_when_all_ranks_are_killed_at_once(job, number, name):
     assert found.summary == f"All 8 ranks were killed by {name} at once."
 
 
+def test_nobody_is_blamed_when_launchers_know_the_signal_of_one_rank_per_node(job):
+    first_of_each_node = {job.node(rank): rank for rank in reversed(job.ranks)}
+    for rank in job.ranks:
+        is_known = rank in first_of_each_node.values()
+        job.exit(rank, signal=9 if is_known else None)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node, found.ranks) == (None, None, [*job.ranks])
+    assert found.summary == "All 8 ranks were killed by SIGKILL at once."
+
+
 def test_ranks_that_lost_a_connection_while_all_were_killed_change_nothing(job):
     for rank in (0, 2, 4, 6):
         job.exit(rank, signal=15)

@@ -149,10 +149,10 @@ class ExitDetector(Detector):
 
     def _is_victim(self, reported: ReportedExit, observation: Observation) -> bool:
         """Return whether the rank is known to have failed in a communication."""
-        rank, live = reported.event.rank, observation.ranks.get(reported.event.rank)
+        rank = reported.event.rank
         if not _is_unknown(reported.event) or rank in self._waiting_ranks:
             return True
-        return live is not None and live.state is not None and live.state.view.status == "failed"
+        return _has_raised(rank, observation)
 
     def _alike(self, first: ReportedExit) -> list[int]:
         """Return the ranks that ended in the same way within a moment of `first`."""
@@ -162,6 +162,23 @@ class ExitDetector(Detector):
             if _way_of_end(other.event) == _way_of_end(first.event)
             and abs(other.time_ns - first.time_ns) <= _TOGETHER_NS
         )
+
+    def _alike_or_unknown(self, first: ReportedExit, observation: Observation) -> list[int]:
+        """Return those ranks and, after a signal that others send, those that ended together with
+        them in an unknown way without raising an error.
+
+        A launcher reports how the first of its ranks ended, and not the others.
+        """
+        ranks = set(self._alike(first))
+        if first.event.signal in _SENT_SIGNALS:
+            ranks |= {
+                rank
+                for rank, other in self._abnormal.items()
+                if _is_unknown(other.event)
+                and abs(other.time_ns - first.time_ns) <= _TOGETHER_NS
+                and not _has_raised(rank, observation)
+            }
+        return sorted(ranks)
 
     def _all_ended_alike(self, first: ReportedExit, observation: Observation) -> bool:
         """Return whether the whole job ended at once and in the same way, on every node.
@@ -179,7 +196,7 @@ class ExitDetector(Detector):
             return len({nodes.get(rank) for rank in alike - self._waiting_ranks}) != 1
         others = [other for rank, other in self._abnormal.items() if rank not in alike]
         return (
-            2 * len(alike) >= world_size
+            2 * len(self._alike_or_unknown(first, observation)) >= world_size
             and not any(map(_is_cause, others))
             and self._killed_for_memory(first, observation) is None
         )
@@ -298,7 +315,7 @@ class ExitDetector(Detector):
 
     def _failure_of_all(self, first: ReportedExit, observation: Observation) -> Finding:
         """Return a finding that blames no rank and no node."""
-        ranks, cause = self._alike(first), _cause(first.event)
+        ranks, cause = self._alike_or_unknown(first, observation), _cause(first.event)
         is_all = len(ranks) == self.generation.topology.world_size
         subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"
         was_sent = first.event.signal in _SENT_SIGNALS
@@ -387,6 +404,12 @@ def _predicate(cause: str, *, is_plural: bool = False) -> str:
     if cause == PROCESS_GONE:
         return "ended with unknown exit code"
     return f"exited with {cause.removeprefix('exit ')}"
+
+
+def _has_raised(rank: int, observation: Observation) -> bool:
+    """Return whether the rank's state page shows that it raised an error."""
+    live = observation.ranks.get(rank)
+    return live is not None and live.state is not None and live.state.view.status == "failed"
 
 
 def _is_unknown(event: RankExited) -> bool:
