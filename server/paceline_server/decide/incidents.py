@@ -150,7 +150,15 @@ def _explains(incident: IncidentView, finding: Finding) -> bool:
     faults = [kind for kind in kinds if kind.is_slow_fault]
     if any(kind.name in fault.explains for fault in faults for kind in kinds):
         return True
-    return len(faults) == 2 and main.node is not None and main.node == finding.node
+    if len(faults) != 2:
+        return False
+    return (main.node is not None and main.node == finding.node) or _is_end_of_link(main, finding)
+
+
+def _is_end_of_link(one: Finding, other: Finding) -> bool:
+    """Return whether one is about a rank and the other about a link of that rank: a rank without
+    its CPU also communicates slowly."""
+    return one.rank in (other.link or ()) or other.rank in (one.link or ())
 
 
 def _add_symptom(draft: Draft, incident: IncidentView, finding: Finding) -> None:

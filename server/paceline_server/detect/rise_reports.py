@@ -72,6 +72,10 @@ class RiseReports(ABC, Generic[Reported]):
     def is_alike(self, reported: Reported, slowdown: float | None) -> bool:
         """Return whether the size is about the same as reported."""
 
+    def is_certain(self, reported: Reported, now_ns: int, observation: Observation) -> bool:
+        """Return whether a rise that has lasted long enough may be reported as of `now_ns`."""
+        return True
+
     def measure_again(self, reported: Reported) -> None:
         """Update the size of the rise; called every `STEPS_BETWEEN_UPDATES` steps."""
 
@@ -99,6 +103,8 @@ class RiseReports(ABC, Generic[Reported]):
             return [cleared(before, self.recovery_text(reported), observation.now_ns, step)]
         if not reported.is_reported:
             if not reported.lasts(ended_ns):
+                return []
+            if not self.is_certain(reported, ended_ns, observation):
                 return []
             self.measure_again(reported)
             return [self.report(reported, observation)]

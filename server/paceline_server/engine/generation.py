@@ -22,6 +22,7 @@ from paceline_server.detect.observation import (
     ReportedExit,
 )
 from paceline_server.detect.recent import RecentRecords
+from paceline_server.detect.reporting import cost_of
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.engine.clocks import ReportedTime
 from paceline_server.engine.losses import LossJoin
@@ -54,6 +55,7 @@ P99_STEPS = 200
 # Steps for the what-if replay: enough to distinguish a fault from noise, in tables of bounded size
 # (a row has about 100 bytes).
 REPLAYED_STEPS = 8
+_CRITICAL_COST = 0.1  # a slowdown that costs less is not critical
 REPLAYED_ROWS = 1 << 21
 
 
@@ -311,13 +313,20 @@ class RunningGeneration:
         return findings
 
     def _weighed(self, finding: Finding) -> Finding:
-        """Return the finding with severity `info` if it costs too little for an alert or an
-        action."""
-        cost_ratio = finding.cost_ratio
-        is_small = cost_ratio is not None and cost_ratio < self._policy.notable_cost_share
-        if not is_small or kind_of(finding.kind).effect != "slow":
+        """Return the finding with a lower severity if it costs too little for an alert or an
+        action.
+
+        A replay may show that other ranks are as late, so that less is gained than lost.
+        """
+        costs = [finding.cost_ratio, cost_of(finding.speedup)]
+        cost = min((known for known in costs if known is not None), default=None)
+        if cost is None or kind_of(finding.kind).effect != "slow":
             return finding
-        return replace_fields(finding, severity="info")
+        if cost < self._policy.notable_cost_share:
+            return replace_fields(finding, severity="info")
+        if cost < _CRITICAL_COST and finding.severity == "critical":
+            return replace_fields(finding, severity="warning")
+        return finding
 
     def step_seconds(self) -> float | None:
         """Return the median of the recent steps."""

@@ -48,6 +48,18 @@ def test_peers_of_a_dead_rank_are_symptoms(world: World) -> None:
     assert len(world.restarts) == 1
 
 
+def test_a_slow_link_of_a_slow_rank_is_a_symptom(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    link = world.finding("slow_link", rank=None, node=None, link=(3, 7), ranks=[3, 7])
+    other = world.finding("slow_link", rank=None, node=None, link=(0, 1), ranks=[0, 1])
+    world.tick((world.finding(rank=3),))
+    world.tick((replace(link, fingerprint="slow_link:3-7"),))
+    world.tick((replace(other, fingerprint="slow_link:0-1"),))
+    first, second = world.open_incidents()
+    assert (first.finding.kind, [one.link for one in first.symptoms]) == ("straggler", [(3, 7)])
+    assert second.finding.link == (0, 1)
+
+
 def test_a_kill_after_a_hang_leaves_the_hang_as_the_cause_and_ends_the_wait(world: World) -> None:
     world.detects = False
     hang = world._fatal("hang", "unknown", 3, "node-1")

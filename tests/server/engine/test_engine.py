@@ -46,6 +46,23 @@ def test_a_slowdown_that_costs_less_than_the_policy_notes_is_information(share, 
     assert found.severity == severity
 
 
+@pytest.mark.parametrize(
+    ("cost_ratio", "speedup", "severity"),
+    [(0.2, 1.25, "critical"), (0.05, None, "warning"), (0.2, 1.05, "warning"), (0.2, 1.01, "info")],
+)
+def test_severity_is_that_of_what_a_repair_would_gain(cost_ratio, speedup, severity):
+    job = SimulatedJob()
+    job.advance(20)
+    job.faults.slow = {5: 2.0}
+    job.advance(12)
+    [found] = [one for one in job.findings if one.kind == "straggler"][:1]
+    assert job.engine._running is not None
+    costs = msgspec.structs.replace(
+        found, severity="critical", cost_ratio=cost_ratio, speedup=speedup
+    )
+    assert job.engine._running._weighed(costs).severity == severity
+
+
 def test_a_step_comes_out_with_all_its_parts():
     job = SimulatedJob(jitter=0.0)
     summary = steps(job.advance(2))[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.catalog import CAUSES, GPU_XID, UNKNOWN
@@ -64,6 +64,7 @@ def diagnose(
     slowdown: float | None = None,
     node: str | None = None,
     peer: int | None = None,
+    own_share: float | None = None,
 ) -> Diagnosis:
     """Find the cause of a slowdown in the measurements of the node.
 
@@ -77,11 +78,13 @@ def diagnose(
         slowdown: Step time over healthy step time. A cause that cannot explain it is less likely.
         node: The node, if it is not the one of `rank`.
         peer: For a link, the other end.
+        own_share: Own work without the slowdown as a share of the current step, if known.
     """
     node = node or generation.node(rank)
     if node is None:
         return Diagnosis(not_measured=_subjects_not_measured(kind, ()))
     suspect = _suspect(rank, node, onset_ns, onset_step, observation, generation, kind, slowdown)
+    suspect = replace(suspect, own_share=own_share)
     diagnosis = _diagnosis_of(suspect, _run_checks(suspect))
     if peer is not None and (other_node := generation.node(peer)) not in (None, node):
         assert other_node is not None

@@ -51,6 +51,8 @@ class Suspect:
     tolerance_seconds: float  # uncertainty of the onset relative to the times of samples
     observation: Observation
     generation: Generation
+    # Its own work without the slowdown, as a share of the current step; None: not known.
+    own_share: float | None = None
 
     @property
     def ranks(self) -> list[int]:

@@ -26,18 +26,25 @@ _UNCHANGED_SCORE = 0.5
 # workers or through the kernel.
 _IN_THE_PROCESS = frozenset({"straggler", "slow_link"})
 
-# (current value, expected value) -> the largest slowdown that this explains
-Prediction = Callable[[float, float], float]
+# (current value, expected value, own share of the step without the slowdown) -> largest slowdown
+# of the suspect's own work that this explains
+Prediction = Callable[[float, float, float | None], float]
 
 
-def inverse(now: float, expected: float) -> float:
+def inverse(now: float, expected: float, own_share: float | None) -> float:
     """Return the slowdown of work whose speed is proportional to the metric."""
     return expected / now if now > 0 else 1.0
 
 
-def stalled(now: float, expected: float) -> float:
-    """Return the slowdown of work that waits for this share of the time."""
-    return 1.0 / max(1.0 - max(now - expected, 0.0), 0.02)
+def stalled(now: float, expected: float, own_share: float | None) -> float:
+    """Return the slowdown of work that waits for this share of the time.
+
+    The wait is compared with the work, which may be a small part of the step.
+    """
+    waits = max(now - expected, 0.0)
+    if own_share:
+        return 1.0 + waits / own_share
+    return 1.0 / max(1.0 - waits, 0.02)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +309,7 @@ def _weigh(suspect: Suspect, symptom: Symptom, measured: _Measured) -> tuple[flo
             order = "before" if distance < 0 else "after"
             remarks += f", but {abs(distance):.0f} s {order} the slowdown began"
     if symptom.predicts is not None and suspect.slowdown is not None:
-        predicted = symptom.predicts(measured.now, measured.expected)
+        predicted = symptom.predicts(measured.now, measured.expected, suspect.own_share)
         magnitude_weight = weighing.magnitude_weight(predicted, suspect.slowdown)
         weight += magnitude_weight
         verb = "explains" if magnitude_weight > 0 else "explains only"

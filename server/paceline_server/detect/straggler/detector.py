@@ -29,6 +29,7 @@ from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.host_load import cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import STRAGGLER, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
@@ -42,7 +43,12 @@ from paceline_server.detect.statistics.change_point import (
 )
 from paceline_server.detect.statistics.creep import STEP_STEPS, Creep
 from paceline_server.detect.statistics.load import ComputeLoads
-from paceline_server.detect.statistics.peer_levels import FOLLOWED_STEPS, PeerLevels, Rise
+from paceline_server.detect.statistics.peer_levels import (
+    FOLLOWED_STEPS,
+    MEDIAN_VARIANCE,
+    PeerLevels,
+    Rise,
+)
 from paceline_server.detect.straggler.settings import DEFAULTS, StragglerSettings
 from paceline_server.detect.straggler.slow_unit import MOST, SlowUnit, SlowUnits
 from paceline_server.policy import Policy
@@ -53,8 +59,7 @@ Floats = npt.NDArray[np.float64]
 
 RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers are not more precise
 STEPS_BETWEEN_CHRONIC_CHECKS = 8
-CHANCE_SIGMAS = 4.0  # differences of this many standard errors are not chance
-MEDIAN_ERROR = 1.2533  # standard error of a median, relative to that of a mean
+CHANCE_SIGMAS = 4.0  # a difference this many times larger than those of the others is its own
 ALIKE = 0.2  # relative change of a slowdown that is too small to report again
 
 Way = Literal["steady", "stalls", "host", "creeps"]
@@ -185,7 +190,21 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             for active in self._risen("host", self._host):
                 new[active.unit.fingerprint] = active
         now_ns = self._steps[-1].ended_ns
-        return [self.report(active, observation) for active in new.values() if active.lasts(now_ns)]
+        return [
+            self.report(active, observation)
+            for active in new.values()
+            if active.lasts(now_ns) and self.is_certain(active, now_ns, observation)
+        ]
+
+    def is_certain(
+        self, reported: _ReportedStraggler, now_ns: int, observation: Observation
+    ) -> bool:
+        """Return whether more is slow than a rank that waits for a CPU by chance."""
+        if reported.is_reported:
+            return True
+        share = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns)
+        seconds = (now_ns - reported.onset_ns) / 1e9
+        return self.slowdown(reported) >= largest_accident(share, seconds)
 
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()
@@ -260,27 +279,29 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
         typical = column_medians(rows)
         findings = self._chronic_recoveries(rows, observation)
-        for rank in np.flatnonzero(level >= math.log(least)).tolist():
+        share = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns)
+        accident = math.log(largest_accident(share, measured_ns / 1e9))
+        is_clear = level >= max(self._levels.needed * _error_of_median(rows), accident)
+        for rank in np.flatnonzero(is_clear & (level >= math.log(least))).tolist():
             is_known = rank in self._chronic or self._levels.explained[rank]
-            if not is_known and not self._may_be_chance(rank, rows, typical):
+            if not is_known and not self._is_like_others(rank, typical):
                 self._chronic[rank] = self._report_chronic(rank, float(typical[rank]), observation)
                 findings.append(self._chronic[rank])
         return findings
 
-    def _may_be_chance(self, rank: int, rows: Floats, typical: Floats) -> bool:
-        """Return whether the rank may be slower only because work differs from step to step.
+    def _is_like_others(self, rank: int, typical: Floats) -> bool:
+        """Return whether the other ranks of its stage differ among each other about as much.
 
-        It does with sequences of different lengths. How much levels scatter between steps, and how
-        much those of the other ranks differ, shows how much a level differs by chance.
+        They do if sequences of different lengths make some of them slow for a number of steps.
         """
         size = typical.size // self._stages
         first = rank // size * size
         others = np.delete(typical[first : first + size], rank - first)
         others = others[~np.isnan(others)]
-        between = np.median(np.abs(others - np.median(others))) if others.size > 1 else 0.0
-        within = np.nanmedian(np.abs(rows - typical)) * MEDIAN_ERROR / math.sqrt(len(rows))
-        limit = CHANCE_SIGMAS * MAD_TO_SIGMA * max(float(between), float(within))
-        return bool(typical[rank] < limit)
+        if others.size < 2:
+            return False
+        between = MAD_TO_SIGMA * float(np.median(np.abs(others - np.median(others))))
+        return bool(typical[rank] < CHANCE_SIGMAS * between)
 
     def _chronic_recoveries(self, rows: Floats, observation: Observation) -> list[Finding]:
         """Clear the advice on ranks that have been as fast as their peers for long enough."""
@@ -449,4 +470,25 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             self.generation,
             slowdown=slowdown,
             node=unit.node,
+            own_share=self._own_share(reported, slowdown or 1.0),
         )
+
+    def _own_share(self, reported: _ReportedStraggler, slowdown: float) -> float | None:
+        """Return the own work of its slowest rank at the usual speed, as a share of the step."""
+        seconds = self._own_seconds if reported.way == "host" else self._self_seconds
+        own = column_medians(np.array(seconds)[:, list(reported.unit.ranks)])
+        step_seconds = float(
+            np.median([step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]])
+        )
+        own_seconds = float(np.nan_to_num(own).max())
+        if own_seconds <= 0.0 or not step_seconds > 0.0:
+            return None
+        return min(own_seconds / slowdown / step_seconds, 1.0)
+
+
+def _error_of_median(rows: Floats) -> float:
+    """Return the standard error of the median of a column; columns scatter alike."""
+    around = np.abs(rows - column_medians(rows)).ravel()
+    known = around[~np.isnan(around)]
+    scatter = MAD_TO_SIGMA * float(np.median(known)) if known.size else 0.0
+    return scatter * math.sqrt(MEDIAN_VARIANCE / max(len(rows), 1))

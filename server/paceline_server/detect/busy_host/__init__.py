@@ -1,0 +1,1 @@
+"""Hosts that are too busy for a verdict about slow ranks."""

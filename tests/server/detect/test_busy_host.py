@@ -1,0 +1,78 @@
+"""A host whose CPUs are too busy for a verdict about slow ranks."""
+
+import dataclasses
+
+import pytest
+from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
+from watched import Watched
+
+from paceline_server.detect.busy_host.detector import BusyHostDetector
+from paceline_server.detect.host_load import WAIT, largest_accident
+from paceline_server.detect.straggler.detector import StragglerDetector
+from paceline_wire.batch import Sample
+from paceline_wire.topology import Topology
+
+JOB = SimulatedStep(Topology(4, 2, 1), one_forward_one_backward(2, 8), jitter=0.02)
+STEP_NS = 10_000_000_000
+
+
+class Waiting:
+    """A job whose ranks wait for a CPU; `share` is by rank, or the same for all."""
+
+    def __init__(self, detector):
+        self.watched = Watched(detector, JOB.topology)
+        self.step, self.seconds = 0, dict.fromkeys(range(8), 0.0)
+
+    def advance(self, steps, share, slow=None):
+        found = []
+        for _ in range(steps):
+            for rank in self.seconds:
+                own = share.get(rank, 0.0) if isinstance(share, dict) else share
+                self.seconds[rank] += own * STEP_NS / 1e9
+                labels = {"job": "job", "rank": str(rank)}
+                at_ns = START_NS + self.step * STEP_NS
+                node = self.watched.generation.node(rank)
+                self.watched.telemetry.add(node, Sample(WAIT, labels, self.seconds[rank], at_ns))
+            played = dataclasses.replace(JOB, slow=slow or {}).play(self.step)
+            found += self.watched.show([played])
+            self.step += 1
+        return found
+
+
+def test_a_busy_host_is_reported_with_what_it_hides_and_its_end():
+    job = Waiting(BusyHostDetector)
+    assert job.advance(10, 0.02) == []
+    [found] = job.advance(10, 0.4)
+    assert (found.kind, found.severity, found.rank) == ("host_noise", "info", None)
+    assert "too busy for a verdict about ranks that are less than 1.7x slower" in found.summary
+    [over] = job.advance(10, 0.02)
+    assert (over.fingerprint, over.cleared) == (found.fingerprint, True)
+
+
+def test_one_rank_without_its_cpu_does_not_make_the_host_busy():
+    assert Waiting(BusyHostDetector).advance(20, {3: 0.9}) == []
+
+
+def test_a_slow_rank_within_the_noise_of_a_busy_host_is_held_back():
+    job = Waiting(StragglerDetector)
+    job.advance(40, 0.4)
+    assert job.advance(6, 0.4, slow={5: 1.15}) == []
+    quiet = Waiting(StragglerDetector)
+    quiet.advance(40, 0.02)
+    assert [found.rank for found in quiet.advance(6, 0.02, slow={5: 1.15})] == [5]
+
+
+def test_a_rank_slower_than_that_noise_is_reported():
+    job = Waiting(StragglerDetector)
+    job.advance(40, 0.4)
+    assert [found.rank for found in job.advance(6, 0.4, slow={5: 1.7})][:1] == [5]
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.09])
+def test_waits_that_are_usual_or_not_measured_hide_nothing(share):
+    assert largest_accident(share, 2.0) == 1.0
+
+
+def test_less_is_hidden_the_longer_it_lasts():
+    hidden = [largest_accident(0.5, seconds) for seconds in (1.0, 5.0, 20.0, 500.0)]
+    assert hidden == pytest.approx([2.0, 2.0, 1.5, 1.1])
