@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 from simulated_job import SimulatedJob
-from simulated_step import SimulatedStep, gpipe, one_forward_one_backward
+from simulated_step import START_NS, SimulatedStep, gpipe, one_forward_one_backward
 from watched import Watched
 
 from paceline_server.detect.bubble.detector import BubbleDetector
+from paceline_server.detect.host_load import WAIT
 from paceline_server.steps.schedule import bubble_theory
+from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
 
 
@@ -57,6 +59,18 @@ def test_a_lasting_excess_is_reported_with_its_cause(cause, changes):
     assert (found.kind, found.cause) == ("bubble", cause)
     assert "costs" in found.summary
     assert "zero-bubble" in found.advice
+
+
+def test_idle_time_of_ranks_that_wait_for_a_cpu_is_not_blamed_on_transfers():
+    job = a_job(transfer_seconds=0.015)
+    watched = Watched(BubbleDetector, job.topology, metadata={"schedule": "1f1b"})
+    for rank in range(8):
+        labels, node = {"job": "job", "rank": str(rank)}, watched.generation.node(rank)
+        for second in range(0, 300, 5):
+            sample = Sample(WAIT, labels, 0.3 * second, START_NS + second * 10**9)
+            watched.telemetry.add(node, sample)
+    [found] = watched.show(job.play(step) for step in range(30))
+    assert (found.cause, found.severity) == ("CPU contention", "info")
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])

@@ -419,6 +419,18 @@ def test_all_nodes_silent_at_once_means_a_network_problem_of_the_server(job):
     assert [each.node for each in silent(job, 6)] == ["node-2"]
 
 
+def test_no_end_of_a_broken_connection_is_blamed(job):
+    for rank in (3, 6):
+        job.exit(rank, exit_code=1, log_tail=RESET)
+    for rank in (2, 7):  # ended by their launchers, which do not report how
+        job.exit(rank, at_ns=job.now_ns + 4 * 10**8)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node, found.ranks) == (None, None, [3, 6])
+    assert found.summary.startswith(
+        "Connections between ranks broke before any rank ended. Rank 3 (node-1) exited with code 1"
+    )
+
+
 def test_a_lost_gpu_is_a_failure_of_its_rank_and_node(job):
     job.device_event("node-1", "gpu_lost", "gpu1")
     [found] = tick(job)

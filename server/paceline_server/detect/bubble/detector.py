@@ -15,9 +15,10 @@ import numpy as np
 
 from paceline_server.detect.bubble.pipeline_advice import advice_text, advise_step
 from paceline_server.detect.bubble.settings import DEFAULTS, BubbleSettings
-from paceline_server.detect.causes.catalog import UNKNOWN
+from paceline_server.detect.causes.catalog import CPU_CONTENTION, UNKNOWN
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.host_load import LEAST_SHARE, cpu_wait_share
 from paceline_server.detect.kinds import BUBBLE, KINDS, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, gain
@@ -41,6 +42,7 @@ _REPORTED = {
 }
 # Shares that other detectors report.
 _REPORTED_BY_OTHERS = ("imbalance", "straggler", "data")
+_DONE_BY_HOST = ("transfer", "launch", "variation", "other")
 # Kinds whose open findings explain a bubble.
 _EXPLAINING = frozenset(kind.name for kind in KINDS.values() if BUBBLE.name in kind.explains)
 
@@ -111,6 +113,10 @@ class BubbleDetector(Detector):
         }
         cost = min(max(shares[name], 0.0), 1.0)
         cause, advice = _REPORTED[name]
+        waits = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns) or 0.0
+        is_busy = name in _DONE_BY_HOST and waits >= LEAST_SHARE
+        if is_busy:  # the host does this work, and has no CPU for it
+            cause, advice = CPU_CONTENTION, ""
         reason = "cause unknown" if cause == UNKNOWN else f"because of {cause}"
         if observation.timings:
             found = advise_step(
@@ -132,7 +138,7 @@ class BubbleDetector(Detector):
             speedup=gain(cost),
             persistence="persistent",
             advice=advice or None,
-            severity="warning" if cost >= self.settings.warning_excess else "info",
+            severity="warning" if cost >= self.settings.warning_excess and not is_busy else "info",
             evidence=[
                 Evidence(
                     f"bubble of stage {stage}: {percent(measured[stage], '.1f')}; "

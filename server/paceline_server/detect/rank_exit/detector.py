@@ -299,19 +299,36 @@ class ExitDetector(Detector):
             subject = f"R{ranks_text(together)[1:]} ({culprit.node})"
             evidence += _endings(together, observation)
         evidence += self._followers(together)
+        summary = f"{subject} {_predicate(cause)}."
+        node = self.generation.node(event.rank) or culprit.node
+        if lost := self._lost_connections(culprit):
+            rank, together, node = None, lost, None
+            summary = f"Connections between ranks broke before any rank ended. {summary}"
         return self.finding(
             "failure:exit",
             cause=cause,
-            summary=f"{subject} {_predicate(cause)}.",
+            summary=summary,
             now_ns=observation.now_ns,
             rank=rank,
             ranks=together if rank is None else [],
-            node=self.generation.node(event.rank) or culprit.node,
+            node=node,
             can_checkpoint=False,
             advice=_MEMORY_ADVICE if killed is not None else None,
             evidence=evidence,
             follows=self._follows(culprit, observation, is_explained=killed is not None),
         )
+
+    def _lost_connections(self, culprit: ReportedExit) -> list[int]:
+        """Return the ranks that lost connections, if several did and nothing else ended the job.
+
+        The first to notice it is no more to blame than the other end of its connection.
+        """
+        lost = sorted(
+            rank
+            for rank, other in self._abnormal.items()
+            if other.event.exit_code is not None and not _is_cause(other)
+        )
+        return lost if len(lost) > 1 and culprit.event.rank in lost else []
 
     def _failure_of_all(self, first: ReportedExit, observation: Observation) -> Finding:
         """Return a finding that blames no rank and no node."""
