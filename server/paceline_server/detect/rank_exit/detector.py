@@ -300,7 +300,7 @@ class ExitDetector(Detector):
             evidence += _endings(together, observation)
         evidence += self._followers(together)
         summary = f"{subject} {_predicate(cause)}."
-        node = self.generation.node(event.rank) or culprit.node
+        node: str | None = self.generation.node(event.rank) or culprit.node
         if lost := self._lost_connections(culprit):
             rank, together, node = None, lost, None
             summary = f"Connections between ranks broke before any rank ended. {summary}"
