@@ -127,6 +127,8 @@ class ForeignArm:
 
         deadline = time.monotonic() + _START_SECONDS
         while not job.is_known() and time.monotonic() < deadline:
+            if self.cluster.has_ended():
+                break
             time.sleep(0.5)
         if job.is_known() and job.wait_until(is_warm, _START_SECONDS) and not job.is_over:
             return

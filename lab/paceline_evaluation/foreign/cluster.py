@@ -108,6 +108,10 @@ class ForeignCluster(Cluster):
     def log(self, job_id: str, node: EmulatedNode) -> Path:
         return self.directory / f"{job_id}.{node.number}.log"
 
+    def has_ended(self) -> bool:
+        """Return whether all launchers of the current training have ended."""
+        return all(launcher.poll() is not None for launcher in self._launchers)
+
     def end_training(self, job_id: str) -> None:
         """End all processes of a training, also those that are stopped."""
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -5,10 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 from simulated_job import SimulatedJob
-from simulated_step import SimulatedStep, one_forward_one_backward
+from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
 from watched import Watched
 
+from paceline_server.detect.host_load import WAIT
 from paceline_server.detect.slow_data.detector import SlowDataDetector
+from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
 
 
@@ -54,6 +56,20 @@ def test_a_wait_of_a_tenth_of_a_step_is_found_with_its_true_cost(extra):
     assert found.cost_ratio == pytest.approx(extra / (0.54 + 0.01 + extra), rel=0.2)
     assert "costs" in found.summary
     assert "fixing it gives" in found.summary
+
+
+@pytest.mark.parametrize(("extra", "late_ranks"), [(0.06, []), (0.2, [2])])
+def test_a_loader_that_may_only_wait_for_a_cpu_is_held_back(extra, late_ranks):
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    for rank in range(8):
+        labels, node = {"job": "job", "rank": str(rank)}, watched.generation.node(rank)
+        for second in range(0, 300, 5):
+            sample = Sample(WAIT, labels, 0.4 * second, START_NS + second * 10**9)
+            watched.telemetry.add(node, sample)
+    watched.show(played(job, 20))
+    late = {**job.late_data, 2: extra}
+    assert [one.rank for one in watched.show(played(job, 5, 20, late_data=late))] == late_ranks
 
 
 def test_a_stall_that_comes_and_goes_is_found():

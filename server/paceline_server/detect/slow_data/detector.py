@@ -19,6 +19,7 @@ from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.host_load import cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import SLOW_DATA, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, gain, speedup_without
@@ -170,9 +171,14 @@ class SlowDataDetector(Detector):
         now_ns, findings = self._ended_ns, []
         for fingerprint, active in self._active.items():
             seconds = (now_ns - active.onset_ns) / 1e9
-            if active.finding is None and seconds >= active.least_seconds:
-                active.finding = self._finding(fingerprint, active, observation)
-                findings.append(active.finding)
+            if active.finding is not None or seconds < active.least_seconds:
+                continue
+            finding = self._finding(fingerprint, active, observation)
+            # A loader that waits for a CPU by chance is late by no more than ranks wait for one.
+            share = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns)
+            if gain(finding.cost_ratio or 0.0) >= largest_accident(share, seconds):
+                active.finding = finding
+                findings.append(finding)
         return findings
 
     def _first_slow(self, ranks: list[int], steps: int) -> int:
