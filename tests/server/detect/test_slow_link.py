@@ -40,6 +40,19 @@ def test_links_that_always_differ_are_no_fault():
     assert run.advance(100) == []
 
 
+def test_the_network_between_two_nodes_is_named_if_all_links_over_it_are_slow():
+    """Compared with each other, none of the links is slower."""
+    run = watched(Topology(4, 2, 1), 5, ranks_per_node=4)
+    assert run.advance(60) == []
+    run.slow_links = dict.fromkeys(run.links(), 40.0)
+    [found] = run.advance(6)
+    assert (found.link, found.node, found.ranks) == (None, None, list(range(8)))
+    assert found.summary.startswith("The network between node-0 and node-1 has been")
+    assert found.onset_step == pytest.approx(60, abs=1)
+    run.slow_links = {}
+    assert named(run.advance(12)) == [(None, None, True)]
+
+
 @pytest.mark.parametrize("factor", [12.0, 60.0])
 @pytest.mark.parametrize("topology", [PIPELINE, Topology(1, 2, 1)])
 def test_a_slow_link_is_found_within_five_steps_and_named(topology, factor):

@@ -21,12 +21,13 @@ from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.host_load import cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
 from paceline_server.detect.slow_link.settings import DEFAULTS, SlowLinkSettings
-from paceline_server.detect.slow_link.slow_route import SlowRoute, name_route
+from paceline_server.detect.slow_link.slow_route import SlowRoute, crossing, name_route
 from paceline_server.detect.slow_link.traffic import Family, TransferBaselines, TransferLane
 from paceline_server.detect.statistics.change_point import (
     KEPT,
@@ -48,6 +49,7 @@ BASELINE_STEPS = 64  # steps before the onset from which a lane's usual time is 
 # From this mean number of steps between two transfers of a family, three slow ones span four steps
 # or more.
 APART = 1.5
+TRUNK_STEPS = 10  # first steps from which the usual time of lanes between nodes is taken
 ALIKE = 0.25  # relative change of a slowdown that is too small to report again
 
 
@@ -75,7 +77,8 @@ class _LaneStep:
 class SlowLinkDetector(Detector):
     """Finding kind `slow_link`.
 
-    Fingerprints `slow_link:RANK-RANK`, `slow_link:NODE` and `slow_link:OP:RANKS`.
+    Fingerprints `slow_link:RANK-RANK`, `slow_link:NODE`, `slow_link:OP:RANKS` and
+    `slow_link:between:NODES`.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (SLOW_LINK,)
@@ -88,6 +91,7 @@ class SlowLinkDetector(Detector):
         self.settings = settings
         self._baselines = TransferBaselines()
         self._monitors: list[_FamilyMonitor] = []
+        self._trunks: list[_Trunk | None] = []  # one per monitor
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
@@ -95,12 +99,22 @@ class SlowLinkDetector(Detector):
             if not timing.ranks.rank.size:
                 continue
             seconds = self._baselines.seconds(timing)
-            for monitor, lane_seconds in zip(self._monitors, seconds, strict=True):
-                if not np.isnan(lane_seconds).all():
-                    findings += monitor.update(timing, lane_seconds, observation)
+            for monitor, trunk, lane_seconds in zip(
+                self._monitors, self._trunks, seconds, strict=True
+            ):
+                if np.isnan(lane_seconds).all():
+                    continue
+                findings += monitor.update(timing, lane_seconds, observation)
+                if trunk is not None and not monitor.reported:
+                    findings += trunk.update(timing, lane_seconds, observation)
             for family in self._baselines.families[len(self._monitors) :]:
                 step_seconds = float(np.median(timing.ranks.step_seconds))
                 self._monitors.append(_FamilyMonitor(self, family, step_seconds))
+                places = crossing(family.lanes, self.generation)
+                is_shared = len(places) > 1
+                self._trunks.append(
+                    _Trunk(self, family, places, step_seconds) if is_shared else None
+                )
         return findings
 
 
@@ -159,7 +173,12 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             done.update(active.route.lanes)
             new[active.route.fingerprint] = active
         now_ns = self._steps[-1].ended_ns
-        return [self.report(active, observation) for active in new.values() if active.lasts(now_ns)]
+        return [
+            self.report(active, observation)
+            for active in new.values()
+            if active.is_reported
+            or (active.lasts(now_ns) and self.is_certain(active, now_ns, observation))
+        ]
 
     def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _ReportedRoute:
         others = [lane for lane in shifts if lane != shift.series]
@@ -277,6 +296,12 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         recent = [step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]
         return min(max(self._share(extra_seconds, float(np.median(recent))), 0.0), 1.0)
 
+    def is_certain(self, reported: _ReportedRoute, now_ns: int, observation: Observation) -> bool:
+        """Return whether more is slow than a host whose ranks wait for a CPU by chance."""
+        share = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns)
+        seconds = (now_ns - reported.onset_ns) / 1e9
+        return (self.slowdown(reported) or 1.0) >= largest_accident(share, seconds)
+
     def diagnose(
         self, reported: _ReportedRoute, slowdown: float | None, observation: Observation
     ) -> Diagnosis:
@@ -293,3 +318,37 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             node=route.node,
             peer=peer,
         )
+
+
+class _Trunk:
+    """Watches what all lanes between nodes share, which their comparison with each other hides.
+
+    One series: their usual time, times the slowdown that three quarters of them exceed.
+    """
+
+    def __init__(
+        self, detector: SlowLinkDetector, family: Family, places: list[int], step_seconds: float
+    ) -> None:
+        self._places = places
+        shared = Family()
+        ranks = {rank for place in places for rank in family.lanes[place].ranks}
+        shared.lanes, shared.every = [TransferLane(tuple(sorted(ranks)))], family.every
+        self._monitor = _FamilyMonitor(detector, shared, step_seconds)
+        self._first: list[Floats] = []
+        self._usual: Floats | None = None
+
+    def update(
+        self, timing: StepTiming, lane_seconds: Floats, observation: Observation
+    ) -> list[Finding]:
+        seconds = lane_seconds[self._places]
+        if self._usual is None:
+            self._first.append(seconds)
+            if len(self._first) == TRUNK_STEPS:
+                self._usual = np.maximum(column_medians(np.array(self._first)), 1e-6)
+            return []
+        ratios = np.sort((seconds / self._usual)[~np.isnan(seconds)])
+        if not ratios.size:
+            return []
+        slowdown = float(ratios[(ratios.size - 1) // 4])
+        shared = np.array([float(np.nansum(self._usual)) * slowdown])
+        return self._monitor.update(timing, shared, observation)

@@ -12,13 +12,15 @@ from paceline_wire.spans import op_name
 
 @dataclass(frozen=True, slots=True)
 class SlowRoute:
-    """Slow lanes (positions) and their ranks. One of `link`, `node` and `op` names the route."""
+    """Slow lanes (positions) and their ranks. One of `link`, `node`, `op` and `nodes` names the
+    route."""
 
     lanes: tuple[int, ...]
     ranks: tuple[int, ...]
     link: tuple[int, int] | None = None
     node: str | None = None
     op: int | None = None  # the operation, for a process group's collective
+    nodes: tuple[str, ...] = ()  # all traffic between them
 
     @property
     def fingerprint(self) -> str:
@@ -26,6 +28,8 @@ class SlowRoute:
             return f"slow_link:{self.link[0]}-{self.link[1]}"
         if self.node is not None:
             return f"slow_link:{self.node}"
+        if self.nodes:
+            return f"slow_link:between:{'-'.join(self.nodes[:4])}"
         return f"slow_link:{op_name(self.op or 0)}:{'-'.join(map(str, self.ranks[:4]))}"
 
     def subject(self, generation: Generation) -> str:
@@ -35,6 +39,10 @@ class SlowRoute:
             return f"The link between {source} and {destination}"
         if self.node is not None:
             return f"The network of {self.node}"
+        if len(self.nodes) == 2:
+            return f"The network between {self.nodes[0]} and {self.nodes[1]}"
+        if self.nodes:
+            return f"The network between the {len(self.nodes)} nodes"
         return f"The {op_name(self.op or 0)} of ranks {', '.join(map(str, self.ranks[:16]))}"
 
 
@@ -50,6 +58,8 @@ def name_route(
     network, and no other.
     """
     best = lanes[surest]
+    if best.pair is None and best.op is None:
+        return SlowRoute((surest,), best.ranks, nodes=tuple(sorted(_nodes(best, generation))))
     together = [lane for lane in slow if len(_nodes(lanes[lane], generation)) > 1]
     if len(together) > 1 and surest in together:
         shared = set.intersection(*(_nodes(lanes[lane], generation) for lane in together))
@@ -66,6 +76,11 @@ def name_route(
         same = tuple(lane for lane in slow if set(lanes[lane].ranks) == set(best.ranks))
         return SlowRoute(same or (surest,), best.ranks, link=best.pair)
     return SlowRoute((surest,), best.ranks, op=best.op)
+
+
+def crossing(lanes: Sequence[TransferLane], generation: Generation) -> list[int]:
+    """Return the positions of the lanes between nodes."""
+    return [place for place, lane in enumerate(lanes) if len(_nodes(lane, generation)) > 1]
 
 
 def _nodes(lane: TransferLane, generation: Generation) -> set[str]:

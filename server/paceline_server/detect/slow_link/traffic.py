@@ -30,7 +30,10 @@ _OPS = 1 << 8
 
 @dataclass(frozen=True, slots=True)
 class TransferLane:
-    """A pair of ranks, or all ranks of a group with the operation of their collective."""
+    """A pair of ranks, or all ranks of a group with the operation of their collective.
+
+    Without an operation, more than two ranks are all that communicate between nodes.
+    """
 
     ranks: tuple[int, ...]
     op: int | None = None
