@@ -1,4 +1,4 @@
-"""Reports that the CPUs are so busy that a slow rank cannot be told from chance.
+"""Reports that the CPUs are so busy that a slow rank cannot be distinguished from chance.
 
 Ranks that are ready to run wait for a CPU, each at other times, so their steps differ for no reason
 of their own. Straggler verdicts within that noise are held back; this finding says so.
