@@ -135,11 +135,13 @@ class ForeignArm:
         raise TrainingFailedError(f"did not start; {self._last_error(job)}")
 
     def _last_error(self, job: ObservedJob) -> str:
-        """Return the lines of the launchers' logs that name errors."""
+        """Return the lines of the launchers' logs that name errors of ranks, or how they ended."""
         logs = [self.cluster.log(job.job_id, node) for node in self.cluster.nodes]
         texts = [log.read_text(errors="replace") for log in logs if log.exists()]
-        lines = [line.strip() for text in texts for line in text.splitlines() if "Error" in line]
-        return "; ".join(lines[:3]) or "its log names no error"
+        lines = [line.strip() for text in texts for line in text.splitlines()]
+        errors = [line for line in lines if line.startswith("[rank") and "Error" in line]
+        errors = errors or [line for line in lines if line.startswith("exitcode")]
+        return "; ".join(errors[:3]) or "its log names no error"
 
     def _watch(self, job: ObservedJob, plan: Plan, cleanup: ExitStack) -> TrialRecord:
         """Record healthy seconds, and then the fault."""
