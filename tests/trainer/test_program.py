@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from paceline.checkpoints.layout import saved_checkpoints
 from paceline_trainer.__main__ import main
-from paceline_trainer.checkpoint import saved_checkpoints
 from paceline_trainer.errors import TrainerSettingsError
 from paceline_trainer.settings import read_place
 from paceline_wire.ring import AckStatus, ControlKind, RingError, RingReader

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline_trainer.checkpoint import DAMAGED, saved_checkpoints
+from paceline.checkpoints.layout import DAMAGED, saved_checkpoints
 from paceline_trainer.settings import TrainerSettings
 from paceline_wire.topology import Topology
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-import paceline_trainer.checkpoint
-from paceline_trainer.checkpoint import Checkpointer, saved_checkpoints
-from paceline_trainer.checkpoint_metadata import load_metadata
-from paceline_trainer.errors import DamagedError, UnreadableError
+import paceline.checkpoints.layout
+from paceline.checkpoints.errors import DamagedError, UnreadableError
+from paceline.checkpoints.layout import saved_checkpoints
+from paceline.checkpoints.metadata import load_metadata
+from paceline.checkpoints.storage import Checkpointer
 from paceline_trainer.settings import RankPlacement, TrainerSettings
 from paceline_trainer.train import train
 from paceline_wire.topology import Topology
@@ -113,11 +114,11 @@ def test_an_input_output_error_is_not_damage(opened: Any, tmp_path: Path, name: 
     assert load(opened(2)) == 4
 
 
-def test_a_manifest_of_a_newer_trainer_is_not_damage(
+def test_a_manifest_of_a_newer_version_is_not_damage(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paceline_trainer.checkpoint, "VERSION", 0)
-    with pytest.raises(UnreadableError, match="version 1, this trainer reads 0"):
+    monkeypatch.setattr(paceline.checkpoints.layout, "VERSION", 0)
+    with pytest.raises(UnreadableError, match="version 1, this Paceline reads 0"):
         load(opened(1))
     monkeypatch.undo()
     assert load(opened(2)) == 4

@@ -11,6 +11,11 @@ hooks do no I/O, take no lock and start no thread. They never raise an error int
 error of Paceline is counted and logged once.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from paceline.hooks import (
     acknowledge,
     checkpoint,
@@ -34,11 +39,16 @@ from paceline.hooks import (
     step_end,
     steps,
 )
+from paceline.requests import should_checkpoint, should_stop
 from paceline_wire.ring import AckStatus, Control, ControlKind
 from paceline_wire.spans import Op
 
+if TYPE_CHECKING:
+    from paceline.checkpoints.checkpoints import Checkpoints
+
 __all__ = [
     "AckStatus",
+    "Checkpoints",
     "Control",
     "ControlKind",
     "Op",
@@ -59,8 +69,17 @@ __all__ = [
     "pipelining",
     "report",
     "section",
+    "should_checkpoint",
+    "should_stop",
     "step",
     "step_begin",
     "step_end",
     "steps",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return `Checkpoints`, whose module imports torch.distributed.checkpoint, at its first use."""
+    if name == "Checkpoints":
+        return importlib.import_module("paceline.checkpoints.checkpoints").Checkpoints
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -118,6 +118,11 @@ def given_flops() -> dict[str, str]:
     return {name: value for name, value in given.items() if value}
 
 
+def launched_world_size() -> int:
+    """Return the number of ranks that the launcher started."""
+    return _launcher_ranks(os.environ)[1]
+
+
 def cache_directory() -> Path | None:
     """Return where this user's built libraries are kept, or None without a home directory."""
     home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("HOME")

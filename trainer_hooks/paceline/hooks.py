@@ -34,7 +34,7 @@ from paceline.environment import (
     read_rank_environment,
 )
 from paceline.loaders import count_steps
-from paceline.loop import DataWait, Loop, StepBlock
+from paceline.loop import DataWait, Loop, Resumable, StepBlock
 from paceline.recorder import Recorder
 from paceline.schedules import ScheduleRecognizer
 from paceline.sections import INERT
@@ -240,7 +240,7 @@ _schedules = ScheduleRecognizer(_find_session, _topology.add_stage)
 # Steps
 
 
-def steps(loader: Loader, *, start: int | None = None) -> Loader:
+def steps(loader: Loader, *, start: int | None = None, state: Resumable | None = None) -> Loader:
     """Iterate over `loader` and record each step.
 
     Each iteration is one step, unless optimizers of torch show that it is a microbatch: then a step
@@ -250,6 +250,8 @@ def steps(loader: Loader, *, start: int | None = None) -> Loader:
         loader: yields batches.
         start: number of the first step; default: one after the last step of this process, or 0.
             Iterating over the result again continues the count.
+        state: a `paceline.Checkpoints`, which is resumed before the first batch and saved between
+            two batches; the steps are numbered from the resumed one on.
 
     Returns:
         An iterable of the loader's batches, with its length and attributes, also for setting them.
@@ -264,7 +266,7 @@ def steps(loader: Loader, *, start: int | None = None) -> Loader:
     except Exception as error:
         log_once("start", "paceline.steps: counting from 0: %s", error)
         start = 0
-    return count_steps(loader, _loop, start)
+    return count_steps(loader, _loop, start, state)
 
 
 def _step_number(step: int) -> int:
@@ -582,6 +584,13 @@ def describe_model(
 
 # Commands and checkpoints
 
+on_checkpoint: Callable[[bool], None] = _nothing  # set by `requests.py`
+
+
+def completed_steps() -> int | None:
+    """Return the number of completed steps at the end of the step in progress; None: unknown."""
+    return None if _session is None else _session.recorder.step + 1
+
 
 def declare(*, checkpoint: bool = False, stop: bool = False) -> None:
     """Declare the commands that this script executes when `pending` returns them.
@@ -613,6 +622,7 @@ def checkpoint_saved(step: int) -> None:
     session = _session
     if session is not None:
         session.guard(session.recorder.checkpoint_saved, step)
+        session.guard(on_checkpoint, True)
 
 
 def checkpoint_failed(reason: str) -> None:
@@ -627,6 +637,7 @@ def checkpoint_failed(reason: str) -> None:
     session = _session
     if session is not None:
         session.guard(session.recorder.checkpoint_failed, reason)
+        session.guard(on_checkpoint, False)
 
 
 def pending() -> Control | None:

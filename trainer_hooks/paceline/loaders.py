@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Generic, TypeVar, cast
 
-from paceline.loop import Loop
+from paceline.loop import Loop, Resumable, iterate
 
 Batch = TypeVar("Batch")
 Loader = TypeVar("Loader", bound=Iterable[Any])
@@ -31,17 +31,20 @@ class Start:
         return step
 
 
-def count_steps(loader: Loader, find_loop: FindLoop, start: int | None) -> Loader:
+def count_steps(
+    loader: Loader, find_loop: FindLoop, start: int | None, state: Resumable | None
+) -> Loader:
     """Return an iterable like the loader whose iterations are recorded.
 
-    `find_loop` is called at iteration: a loader may be created before `init`.
+    `find_loop` is called at iteration: a loader may be created before `init`. With a state the
+    iterations are those of the loader itself, whose position may be part of it.
     """
     data = sys.modules.get("torch.utils.data")
     counted: Any = None
-    if data is not None and isinstance(loader, data.DataLoader):
+    if state is None and data is not None and isinstance(loader, data.DataLoader):
         counted = _counted_loader(type(loader), dict(vars(loader)), find_loop, Start(start))
     else:
-        counted = Steps(loader, find_loop, start)
+        counted = Steps(loader, find_loop, start, state)
     return cast(Loader, counted)
 
 
@@ -81,14 +84,20 @@ class _Once:
 class Steps(Generic[Batch]):
     """An iterable over a loader that also has the loader's attributes and length."""
 
-    def __init__(self, loader: Iterable[Batch], find_loop: FindLoop, start: int | None) -> None:
-        vars(self).update(_loader=loader, _find_loop=find_loop, _start=Start(start))
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        find_loop: FindLoop,
+        start: int | None,
+        state: Resumable | None = None,
+    ) -> None:
+        vars(self).update(_loader=loader, _find_loop=find_loop, _start=Start(start), _state=state)
 
     def __iter__(self) -> Iterator[Batch]:
         loop = self._find_loop()
         if loop is None:
-            return iter(self._loader)
-        batches: Iterator[Batch] = loop.run(self._loader, self._start.take())
+            return iter(self._loader) if self._state is None else iterate(self._loader, self._state)
+        batches: Iterator[Batch] = loop.run(self._loader, self._start.take(), self._state)
         return batches
 
     def __len__(self) -> int:

@@ -46,6 +46,43 @@ class LoopWatcher(Protocol):
         """The open step ends."""
 
 
+class Resumable(Protocol):
+    """The state of a script, which is saved and resumed at the boundaries of its loop."""
+
+    step: int  # completed ones
+
+    def begin(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Begin an iteration over the loader, where the saved one was."""
+
+    def boundary(self) -> bool:
+        """Save if it is time. Return whether the loop ends on request."""
+
+    def took(self) -> None:
+        """Note that a batch was taken."""
+
+    def end(self) -> None:
+        """End the iteration."""
+
+
+def iterate(loader: Iterable[Batch], state: Resumable | None) -> Iterator[Batch]:
+    """Yield the loader's batches without recording the steps."""
+    if state is None:
+        for batch in loader:
+            yield batch  # `yield from` would close the loader's own iterator
+        return
+    batches = state.begin(loader)
+    try:
+        while not state.boundary():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            state.took()
+            yield batch
+    finally:
+        state.end()
+
+
 class Loop:
     """The step counter of a process; marks the step boundaries in the ring.
 
@@ -190,21 +227,27 @@ class Loop:
 
     # Iterations
 
-    def run(self, loader: Iterable[Batch], start: int | None) -> Iterator[Batch]:
+    def run(
+        self, loader: Iterable[Batch], start: int | None, state: Resumable | None = None
+    ) -> Iterator[Batch]:
         """Yield the loader's batches and record the steps; a nested loop records nothing."""
         # Checked at the first batch: an iterator may be created earlier.
         if self.is_running or self._waits or not self.is_usable():
-            for batch in loader:
-                yield batch  # `yield from` would close the loader's own iterator
+            yield from iterate(loader, state)
             return
         if self.is_open and not self.is_explicit:  # recognized until now
             self._leave()
         self.is_running = True
         try:
-            batches = iter(loader)
+            if state is None:
+                batches = iter(loader)
+            else:
+                batches, start = state.begin(loader), state.step
             if start is not None and not self.is_open:
                 self._next_step = start
             while True:
+                if state is not None and state.boundary():
+                    return
                 if self.watcher is not None and self.watcher.evaluates:
                     try:
                         self.watcher.iteration_begins()
@@ -223,9 +266,13 @@ class Loop:
                     raise
                 self.end_wait()
                 self.work.add(batch)
+                if state is not None:
+                    state.took()
                 yield batch
         finally:
             self.is_running = False
+            if state is not None:
+                state.end()
             if not self._marked:
                 self._leave()
 

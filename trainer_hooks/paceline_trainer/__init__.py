@@ -2,6 +2,6 @@
 
 Read in this order: `settings` (options and placement), `mesh` (process groups), `data`, `parallel`
 and `model` (tensor parallelism), `schedule` and `pipeline` (pipeline parallelism), `optimizer`,
-`checkpoint`, `agreement` (all ranks act on a command at the same step), `emulation`, `faults`, and
-`train`, which joins them.
+`emulation`, `faults`, and `train`, which joins them. Checkpoints and requests of the server are
+those of any script: `paceline.checkpoints` and `paceline.requests`.
 """

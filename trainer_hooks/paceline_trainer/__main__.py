@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import torch
 
+from paceline.checkpoints.errors import CheckpointError
 from paceline_trainer.errors import TrainerError, TrainerSettingsError
 from paceline_trainer.schedule import SCHEDULES
 from paceline_trainer.settings import DTYPES, ModelSettings, TrainerSettings, read_place
@@ -191,7 +192,7 @@ def main(
 def _die(rank: int, error: Exception) -> None:
     """Print the reason and exit immediately: a normal exit would join threads blocked on dead
     peers."""
-    kind = "" if isinstance(error, TrainerError) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, TrainerError | CheckpointError) else f"{type(error).__name__}: "
     reason = str(error).strip().splitlines() or ["no reason given"]
     traceback.print_exception(error)
     print(f"Rank {rank} failed: {kind}{reason[0]}", file=sys.stderr, flush=True)

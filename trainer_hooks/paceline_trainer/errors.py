@@ -1,11 +1,8 @@
-"""The errors of the trainer.
+"""The errors of the trainer; those of its checkpoints are `paceline.checkpoints.errors`.
 
 TrainerError
 ├── TrainerSettingsError the settings are not valid; the message says how to fix them
-├── GpuLostError         the (emulated) GPU of this rank is lost
-└── CheckpointError      a checkpoint could not be written
-    ├── DamagedError     a committed checkpoint was read and does not match its manifest
-    └── UnreadableError  this rank cannot read the checkpoints, which may be intact
+└── GpuLostError         the (emulated) GPU of this rank is lost
 """
 
 from __future__ import annotations
@@ -20,16 +17,4 @@ class TrainerSettingsError(TrainerError):
 
 
 class GpuLostError(TrainerError):
-    pass
-
-
-class CheckpointError(TrainerError):
-    pass
-
-
-class DamagedError(CheckpointError):
-    pass
-
-
-class UnreadableError(CheckpointError):
     pass

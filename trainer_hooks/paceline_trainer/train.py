@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 import paceline
-from paceline_trainer.agreement import WORDS, Agreement, wants_checkpoint, wants_stop
-from paceline_trainer.checkpoint import Checkpointer
+from paceline import requests
+from paceline.checkpoints.storage import Checkpointer
 from paceline_trainer.data import Loader, Sequences, TokenBatch, read_corpus, validation_batch
 from paceline_trainer.emulation import start_emulation
 from paceline_trainer.errors import TrainerSettingsError
@@ -135,7 +135,7 @@ class Trainer:
         self.actions = plan(
             SCHEDULES[settings.schedule], own.pp_rank, self._shape(self.microbatches)
         )
-        self.agreement = Agreement(paceline.pending, paceline.acknowledge)
+        self.agreement = requests.agreement()
         self.checkpointer = self._open_checkpoints()
         paceline.declare(checkpoint=self.checkpointer is not None, stop=True)
 
@@ -159,7 +159,7 @@ class Trainer:
             now = time.perf_counter()
             self._log_step(completed, now - started)
             started = now
-            if self._execute_command(completed):
+            if self._follow_request(completed):
                 break
         else:
             if self.checkpointer is not None and completed:
@@ -169,13 +169,13 @@ class Trainer:
         return self.outcome
 
     def _step(self, batch: TokenBatch, completed: int) -> None:
-        """Train one step: accumulate gradients, reduce them, exchange, update."""
+        """Train one step: accumulate gradients, reduce them, update."""
         topology = self.place.topology
         paceline.count(samples=batch.lengths.numel(), tokens=int(batch.lengths.sum()))
         loss = self.pipeline.run(self.actions, batch, 1 / (self.microbatches * topology.dp))
         if not self.emulation.faults.skips_collective():
             self.optimizer.reduce()
-        loss_sum, norm = self._exchange(loss, completed)
+        loss_sum, norm = self._reduce(loss)
         with paceline.optimizer():
             clip = self.settings.gradient_clip
             scale = min(1.0, clip / norm) if clip and norm > 0 else 1.0
@@ -186,19 +186,17 @@ class Trainer:
         self.outcome.gradient_norms.append(norm)
         paceline.report(loss=loss_sum, gradient_norm=norm)
 
-    def _exchange(self, loss: Tensor, completed: int) -> tuple[float, float]:
-        """Exchange loss, gradient norm and pending commands in one collective of all ranks."""
+    def _reduce(self, loss: Tensor) -> tuple[float, float]:
+        """Return the loss and the gradient norm of all ranks."""
         own = self.place.coordinates
-        row = torch.zeros(2 + WORDS, dtype=torch.float64, device=self.mesh.device)
+        row = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if own.tp_rank == 0:  # its tp peers have the same loss
             row[0] = loss
         if self.optimizer.counts():
             row[1] = self.optimizer.squared_norm()
-        row[2:] = torch.tensor(self.agreement.proposal(), dtype=torch.float64)
         rows = row.new_empty(self.place.topology.world_size, len(row))
         dist.all_gather(list(rows.unbind()), row)
         table = rows.tolist()
-        self.agreement.learn([entry[2:] for entry in table], completed)
         return sum(entry[0] for entry in table), math.sqrt(sum(entry[1] for entry in table))
 
     def _evaluate(self, validation: Sequences, completed: int) -> None:
@@ -222,18 +220,18 @@ class Trainer:
                 self.emulation.faults.at_checkpoint()
                 self.checkpointer.save(completed, self.optimizer.state())
 
-    def _execute_command(self, completed: int) -> bool:
-        """Execute the command that is due, if any. Return whether to stop."""
-        command = self.agreement.due(completed, last=completed >= self.settings.steps)
-        if command is None:
+    def _follow_request(self, completed: int) -> bool:
+        """Do what the server requests of all ranks at this step, if anything. Return whether to
+        stop."""
+        request = None if self.agreement is None else self.agreement.at(completed)
+        if self.agreement is None or request is None:
             return False
-        done = wants_stop(command) or wants_checkpoint(command)
-        if wants_checkpoint(command):
+        done = True
+        if request.wants_checkpoint:
             self._checkpoint(completed)
             with paceline.checkpoint():
                 done = self.checkpointer is not None and self.checkpointer.wait()
-        self.agreement.answer(command, done, completed)
-        return done and wants_stop(command)
+        return self.agreement.finish(request, done)
 
     def _shape(self, microbatches: int) -> ScheduleShape:
         return ScheduleShape(self.place.topology.pp, microbatches, self.settings.virtual_stages)

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from paceline_trainer.checkpoint import (
+from paceline.checkpoints.errors import CheckpointError, OtherRunError
+from paceline.checkpoints.layout import (
     COMMITTED,
     MANIFEST,
-    Checkpointer,
     Saved,
     claim,
     read_manifest,
     saved_checkpoints,
 )
-from paceline_trainer.errors import CheckpointError, TrainerSettingsError
+from paceline.checkpoints.storage import Checkpointer
 
 State = dict[str, Tensor]
 Open = Callable[..., Checkpointer]
@@ -184,7 +184,7 @@ def test_a_step_already_committed_is_not_written_again(opened: Open, tmp_path: P
 
 def test_the_checkpoint_of_another_run_is_refused(opened: Open) -> None:
     save(opened(seed=0), 4)
-    with pytest.raises(TrainerSettingsError, match="use another directory"):
+    with pytest.raises(OtherRunError, match="use another directory"):
         loaded(opened(seed=1))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from paceline_trainer.errors import DamagedError
+from paceline.checkpoints.errors import DamagedError
 
 _ALLOWED = frozenset(
     {

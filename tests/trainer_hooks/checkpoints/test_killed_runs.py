@@ -1,0 +1,46 @@
+"""A run whose ranks are killed at random ends with the bits of the uninterrupted one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("killed_runs.py")
+KINDS = ["ddp", "stateful", "fsdp2", "fsdp2_tp", "pipelining", "plain"]
+
+
+def run(kind: str, kills: int, epochs: int, directory: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, PROGRAM, kind, str(kills), str(epochs), directory],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"ended after {kills} kills\n"
+
+
+def assert_equal(directory: Path, kind: str, kills: int, epochs: int) -> None:
+    """Compare losses and batches of each step, and the weights and optimizer states at the end."""
+    run(kind, 0, epochs, directory / "whole")
+    run(kind, kills, epochs, directory / "killed")
+    for path in (directory / "whole").glob("rank*"):
+        whole, killed = path.read_text(), (directory / "killed" / path.name).read_text()
+        assert len(whole.splitlines()) == 12 * epochs
+        assert len(killed.splitlines()) > 12 * epochs, "steps after a checkpoint were repeated"
+        assert set(killed.splitlines()) == set(whole.splitlines())
+    for path in (directory / "whole").glob("final.*"):
+        assert (directory / "killed" / path.name).read_text() == path.read_text()
+
+
+def test_a_run_with_ddp_that_is_killed_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
+    assert_equal(tmp_path, "ddp", kills=2, epochs=3)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_killed_20_times_ends_bit_for_bit_the_same(tmp_path: Path, kind: str) -> None:
+    assert_equal(tmp_path, kind, kills=20, epochs=12)

@@ -1,0 +1,317 @@
+"""`Checkpoints`: the state of a script, which `paceline.steps(loader, state=...)` saves."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline import hooks, requests
+from paceline.agreement import Agreement, Request
+from paceline.checkpoints.errors import CheckpointError
+from paceline.checkpoints.layout import claim_next
+from paceline.checkpoints.parts import ModulePart, ObjectPart, StatePart, part_of
+from paceline.checkpoints.position import DataPosition
+from paceline.checkpoints.rank_group import RankGroup, reason_of
+from paceline.checkpoints.states import StoredState, capture
+from paceline.checkpoints.storage import Checkpointer, Verified
+from paceline.environment import launched_world_size
+from paceline_wire.ring import ControlKind
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_SECONDS = 600.0  # between checkpoints, if `every` is not given
+# A rank that never comes to a save lets the others wait for it for so long, in their threads.
+_TIMEOUT = timedelta(minutes=10)
+_POSITION = "position"
+_LOADER = "loader"
+
+
+class Checkpoints:
+    """The state of a training script: saved while it trains, and loaded when it starts again.
+
+    `paceline.steps(loader, state=...)` loads the best checkpoint before its first batch, saves
+    every `every` steps and on request of the server, and ends on request after all ranks have saved
+    the same step. A checkpoint that cannot be saved is reported, and training continues.
+
+    All ranks create it at the same place, after `init_process_group`. If the script runs several
+    epochs, `steps` yields nothing for those that were completed before; `epochs` leaves them out.
+
+    Example:
+        >>> state = paceline.Checkpoints("/ckpt", model=model, optimizer=optimizer)
+        >>> for batch in paceline.steps(loader, state=state):
+        ...     train(batch)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        keep: int = 3,
+        **state: Any,
+    ) -> None:
+        """Claim the directory.
+
+        Args:
+            directory: shared by all ranks.
+            every: steps between checkpoints; 0: only on request; default: one every 10 minutes.
+            keep: number of checkpoints to keep.
+            **state: what to save, by name: modules, lists of modules (the stages of a pipeline),
+                optimizers, tensors, `torch.Generator`s, dicts and anything with `state_dict` and
+                `load_state_dict`, such as schedulers, scalers and loaders. Random generators and
+                the position in the data are saved in any case.
+
+        Raises:
+            CheckpointError: the directory cannot be used.
+            TypeError: an object has no state.
+            ValueError: an argument is not valid.
+        """
+        if every is not None and every < 0:
+            raise ValueError(f"every must be a number of steps of at least 0, got {every}")
+        if _POSITION in state:
+            raise ValueError(f"the name {_POSITION!r} is Paceline's own: choose another one")
+        group = _new_group()
+        self.step = 0  # completed steps
+        self.stopped = False  # all ranks end their loops on request
+        self.resumed_step: int | None = None  # step of the loaded checkpoint; None: without one
+        self._every = every
+        self._position = DataPosition()
+        self._parts: dict[str, StatePart] = {}
+        self._optimizer_steps = 0
+        self._steps_before = 0  # value of the above at the last boundary
+        self._counts_optimizers = False
+        self._add_parts(state)
+        self._found: Verified | None = None  # to be loaded
+        self._saved_position: dict[str, Any] | None = None
+        self._is_searched = False
+        self._taken = False  # a batch, since the last boundary
+        self._agreement: Agreement | None = None
+        self._saved_at = monotonic()
+        peers = RankGroup(group)
+        generation = 0
+
+        def claim() -> None:
+            nonlocal generation
+            generation = claim_next(Path(directory))
+
+        failure = peers.on_rank_0(claim)
+        if failure:
+            raise CheckpointError(failure)
+        self._checkpointer = Checkpointer(
+            Path(directory),
+            group,
+            peers.from_first(generation),
+            run={},
+            keep=keep,
+            on_result=_report,
+        )
+        requests.before_end.append(self._checkpointer.wait)
+
+    def _add_parts(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            if not name.isidentifier():
+                raise ValueError(f"the name of a state must be an identifier, got {name!r}")
+            has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+            if name == _LOADER or isinstance(value, DataLoader):
+                if has_state:
+                    self._parts[name] = ObjectPart(value, is_local=True)
+                continue  # the position in others is counted
+            self._parts[name] = part_of(name, value, self._parameter_names)
+            if isinstance(value, Optimizer):
+                self._counts_optimizers = True
+                value.register_step_post_hook(self._stepped)
+
+    def _parameter_names(self) -> dict[int, str]:
+        """Return the full names of all parameters by `id`."""
+        modules = {k: p for k, p in self._parts.items() if isinstance(p, ModulePart)}
+        single = len(modules) == 1
+        return {
+            identity: parameter if single else f"{name}.{parameter}"
+            for name, part in modules.items()
+            for identity, parameter in part.parameter_names()
+        }
+
+    def _stepped(self, *_: object) -> None:
+        self._optimizer_steps += 1
+
+    # For scripts
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left of `count`, until a request to stop.
+
+        Example:
+            >>> for epoch in state.epochs(10):
+            ...     for batch in paceline.steps(loader, state=state):
+            ...         train(batch)
+        """
+        self._search()
+        saved = self._saved_position
+        first = 0 if saved is None else int(saved["epoch"])
+        self._position.epoch = first - 1
+        for epoch in range(first, count):
+            if self.stopped:
+                return
+            yield epoch
+
+    def save(self) -> None:
+        """Start a checkpoint of the current step, on all ranks; training continues meanwhile."""
+        with hooks.checkpoint():
+            self._save()
+
+    def wait(self) -> bool:
+        """Wait for the checkpoint in progress, if any. Return whether it was committed."""
+        return self._checkpointer.wait()
+
+    def request_stop(self) -> None:
+        """Have all ranks save and end their loops at one step; for a signal handler of one rank.
+
+        Example:
+            >>> signal.signal(signal.SIGTERM, lambda *_: state.request_stop())
+        """
+        if self._agreement is not None:
+            self._agreement.request(ControlKind.CHECKPOINT_AND_STOP)
+
+    # For the loop
+
+    def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Begin an epoch, at the saved position if this is the epoch to resume.
+
+        Raises CheckpointError if the checkpoint cannot be loaded: training must not begin again.
+        """
+        if self.stopped:
+            return iter(())
+        self._search()
+        self._taken = False
+        self._steps_before = self._optimizer_steps
+        if self._agreement is None:
+            self._agreement = requests.drive(self)
+        saved = self._saved_position
+        if saved is None:
+            batches = self._position.begin(loader)
+        elif self._position.epoch + 1 < saved["epoch"]:
+            self._position.epoch += 1  # an epoch that was completed before
+            return iter(())
+        else:
+            batches = self._resume(loader, saved)
+        if self._agreement is not None:
+            self._agreement.at(self.step)
+        return batches
+
+    def boundary(self) -> bool:
+        """Save if it is time. Return whether the loop ends on request.
+
+        Called between two batches; it acts only after an optimizer step.
+        """
+        if self.stopped or not self._taken:
+            return self.stopped
+        self._taken = False
+        if self._counts_optimizers and self._optimizer_steps == self._steps_before:
+            return False  # gradients are still accumulated
+        self._steps_before = self._optimizer_steps
+        self.step += 1
+        agreement = self._agreement
+        request = None if agreement is None else agreement.at(self.step)
+        if request is None and not self._is_due():
+            return False
+        with hooks.checkpoint():
+            if request is None or request.wants_checkpoint:
+                self._save()
+            if request is not None:
+                self._finish(request)
+        return self.stopped
+
+    def took(self) -> None:
+        """Note that a batch was taken."""
+        self._position.batches += 1
+        self._taken = True
+
+    def end(self) -> None:
+        """End the epoch."""
+        if self._agreement is not None:
+            self._agreement.leave()
+
+    def _is_due(self) -> bool:
+        if self._every is not None:
+            return self._every > 0 and self.step % self._every == 0
+        if self._agreement is not None and self._checkpointer.peers.rank == 0:
+            now = monotonic()
+            if now - self._saved_at > DEFAULT_SECONDS:
+                self._saved_at = now
+                self._agreement.request(ControlKind.CHECKPOINT)
+        return False
+
+    def _finish(self, request: Request) -> None:
+        assert self._agreement is not None, "the request is from there"
+        done = not request.wants_checkpoint or self._checkpointer.wait()
+        self.stopped = self._agreement.finish(request, done)
+
+    # Saving and loading
+
+    def _save(self) -> None:
+        self._saved_at = monotonic()
+        state, failure = dict[str, Tensor](), None
+        try:
+            state = capture(self._parts | {_POSITION: ObjectPart(self._position)})
+        except Exception as error:  # raised by the script's own objects: training continues
+            failure = f"{reason_of(error)} (rank {self._checkpointer.peers.rank})"
+        self._checkpointer.save(self.step, state, failure)
+
+    def _search(self) -> None:
+        """Choose the checkpoint to resume from, and read its position."""
+        if not self._is_searched:
+            self._is_searched = True
+            found = self._found = self._checkpointer.find()
+            if found is not None:
+                stored = StoredState(self._checkpointer, found)
+                self._saved_position = stored.tree(_POSITION)
+
+    def _resume(self, loader: Iterable[Any], saved: dict[str, Any]) -> Iterator[Any]:
+        """Load the state, and return to its position in the data."""
+        found, self._saved_position = self._found, None
+        assert found is not None, "the position is from there"
+        peers = self._checkpointer.peers
+        stored = StoredState(self._checkpointer, found)
+        loaded = stored.restore(self._parts)
+        self.step = self.resumed_step = found.step
+        self._checkpointer.resumed(found)
+        hooks.checkpoint_saved(found.step)
+        if peers.rank == 0:
+            _log.info("Resumed at step %d from %s.", found.step, found.path)
+        return self._position.resume(
+            loader,
+            saved,
+            has_state=_LOADER in loaded,
+            batches=saved["batches"] * found.world_size // peers.size,
+            is_same_rank=stored.is_of_same_ranks,
+        )
+
+
+def _new_group() -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks; None for a process alone.
+
+    Raises ValueError if the process group of the other ranks does not exist yet.
+    """
+    if dist.is_available() and dist.is_initialized():
+        group = dist.new_group(backend="gloo", timeout=_TIMEOUT, group_desc="checkpoints")
+        assert isinstance(group, dist.ProcessGroup), "all ranks are members"
+        return group
+    if launched_world_size() > 1:
+        raise ValueError("create paceline.Checkpoints after torch.distributed.init_process_group")
+    return None
+
+
+def _report(step: int, failure: str | None) -> None:
+    if failure is None:
+        hooks.checkpoint_saved(step)
+    else:
+        hooks.checkpoint_failed(failure)

@@ -1,0 +1,177 @@
+"""The checkpoint directory: names, claims, and the manifest that commits a checkpoint.
+
+    DIRECTORY/generation-00000003             claim: generation 3 uses the directory
+    DIRECTORY/step-00000040.generation-00000003/
+        *.distcp, .metadata                   as torch.distributed.checkpoint writes them
+        manifest.json                         the run, and size and SHA-256 of each file
+        COMMITTED                             SHA-256 of the manifest; created last, by rename
+
+A process left over from an older generation does no harm: it cannot commit after a newer generation
+has claimed the directory. If it passes that check in a race, it commits to a directory of its own
+generation, and every checkpoint of a newer generation takes precedence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoints.errors import CheckpointError, DamagedError, UnreadableError
+
+MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
+DAMAGED = "damaged-"  # prefix of damaged directories, which are kept for inspection
+VERSION = 1
+_NAME = re.compile(r"step-(\d{8,})\.generation-(\d{8,})")
+_CLAIM = re.compile(r"generation-(\d{8,})")
+
+Entry = dict[str, Any]  # a file in the manifest: its `bytes` and `sha256`
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Saved:
+    """A checkpoint directory. A newer generation takes precedence over a later step."""
+
+    generation: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08}.generation-{self.generation:08}"
+
+
+def saved_checkpoints(directory: Path, *, committed: bool = True) -> list[Saved]:
+    """Return the checkpoints in `directory`, the best one to resume from first."""
+    found = []
+    for path in directory.glob("step-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (not committed or (path / COMMITTED).is_file()):
+            found.append(Saved(int(match[2]), int(match[1])))
+    return sorted(found, reverse=True)
+
+
+def newest_generation(directory: Path) -> int | None:
+    """Return the newest generation that has claimed the directory; None: none has."""
+    claims = (_CLAIM.fullmatch(path.name) for path in directory.glob("generation-*"))
+    return max((int(match[1]) for match in claims if match), default=None)
+
+
+def claim(directory: Path, generation: int) -> None:
+    """Claim the directory for `generation` and delete uncommitted checkpoints.
+
+    Raises CheckpointError if a newer generation has claimed it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"generation-{generation:08}").touch()
+    refuse_if_outdated(directory, generation)
+    whole = saved_checkpoints(directory)
+    for saved in saved_checkpoints(directory, committed=False):
+        if saved not in whole:
+            shutil.rmtree(directory / saved.name, ignore_errors=True)
+
+
+def claim_next(directory: Path) -> int:
+    """Claim the directory for a new generation and return it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    while True:
+        generation = (newest_generation(directory) or 0) + 1
+        try:
+            (directory / f"generation-{generation:08}").touch(exist_ok=False)
+        except FileExistsError:  # another run started at the same time
+            continue
+        claim(directory, generation)
+        return generation
+
+
+def refuse_if_outdated(directory: Path, generation: int) -> None:
+    """Raise CheckpointError if a newer generation has claimed the directory."""
+    newest = newest_generation(directory)
+    if newest is not None and newest > generation:
+        raise CheckpointError(
+            f"generation {newest} has taken over {directory}; generation {generation} may no "
+            "longer write to it"
+        )
+
+
+def commit(path: Path, manifest: dict[str, Any], generation: int) -> None:
+    """Write the manifest and, last, the marker. Raises CheckpointError for an old generation."""
+    content = json.dumps(manifest | {"version": VERSION}, indent=1, sort_keys=True).encode()
+    _write_durably(path / MANIFEST, content)
+    refuse_if_outdated(path.parent, generation)
+    _write_durably(path / COMMITTED, hashlib.sha256(content).hexdigest().encode())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest.
+
+    Raises:
+        DamagedError: it is not the committed manifest.
+        UnreadableError: a newer version of Paceline wrote it.
+        OSError: it cannot be read.
+    """
+    content = (path / MANIFEST).read_bytes()
+    if hashlib.sha256(content).hexdigest().encode() != (path / COMMITTED).read_bytes():
+        raise DamagedError(f"{MANIFEST} does not match its SHA-256")
+    manifest: dict[str, Any] = json.loads(content)
+    if manifest["version"] != VERSION:
+        raise UnreadableError(
+            f"{path} has version {manifest['version']}, this Paceline reads {VERSION}"
+        )
+    return manifest
+
+
+def prune(directory: Path, keep: int, generation: int) -> None:
+    """Delete all but the best `keep` checkpoints, and uncommitted ones."""
+    kept = saved_checkpoints(directory)[:keep]
+    for saved in saved_checkpoints(directory, committed=False):
+        if saved in kept or saved.generation > generation:
+            continue
+        path = directory / saved.name
+        # COMMITTED first, so that a committed checkpoint is always complete
+        (path / COMMITTED).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(directory: Path, saved: Saved) -> None:
+    """Rename a damaged checkpoint, because the run will save that step again."""
+    shutil.rmtree(directory / f"{DAMAGED}{saved.name}", ignore_errors=True)
+    (directory / saved.name).rename(directory / f"{DAMAGED}{saved.name}")
+
+
+def refuse_if_lost(path: Path, names: list[str]) -> None:
+    """Raise DamagedError if the checkpoint can be listed but lacks one of the files."""
+    try:
+        present = {file.name for file in path.iterdir()}
+    except OSError:  # then it is unknown whether files are lost
+        return
+    lost = [name for name in names if name not in present]
+    if lost:
+        raise DamagedError(f"{lost[0]} does not exist")
+
+
+def describe(file: Path) -> Entry:
+    """Return the size and SHA-256 of a file."""
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        return {"bytes": opened.tell(), "sha256": digest}
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    """Write a file so that it appears complete, by rename, and survives a power failure."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    temporary.rename(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,306 @@
+"""The parts of a state: each kind of object that can be saved, and how it is loaded.
+
+Parameters go by their full names, also in optimizers. So a checkpoint can be loaded with another
+data-parallel size, other pipeline stages or another tensor parallelism, as far as names stay the
+same and tensors are DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from paceline.checkpoints.errors import CheckpointError, OtherRunError
+from paceline.checkpoints.trees import Leaf, leaves_of, put_together, take_apart
+
+
+class Captured(NamedTuple):
+    """The state of a part: its tensors by name, and the rest."""
+
+    tensors: Mapping[str, Tensor]
+    rest: Any
+
+
+class StatePart(Protocol):
+    """An object whose state is saved."""
+
+    is_local: bool  # its state belongs to a rank, and has no meaning for another number of ranks
+
+    def capture(self) -> Captured:
+        """Return the state. Its tensors may be the live ones."""
+
+    def targets(self, rest: Any) -> dict[str, Tensor]:
+        """Return the tensors to read into, by name. `rest` is what was saved."""
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
+        """Load the state whose tensors were read."""
+
+    def merge(self, rests: Sequence[Any]) -> Any:
+        """Return one rest of those of all ranks, for another number of ranks."""
+
+
+def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) -> StatePart:
+    """Return the part for an object.
+
+    Args:
+        name: of the argument.
+        value: the object.
+        names_of: returns the names of all parameters by `id`.
+
+    Raises:
+        TypeError: the object has no state.
+    """
+    if isinstance(value, nn.Module):
+        return ModulePart([value])
+    is_sequence = isinstance(value, list | tuple)
+    if is_sequence and value and all(isinstance(each, nn.Module) for each in value):
+        return ModulePart(value)
+    if isinstance(value, Optimizer):
+        return OptimizerPart(value, names_of)
+    if isinstance(value, Tensor | torch.Generator):
+        return TensorPart(value)
+    if isinstance(value, MutableMapping):
+        return DictPart(value)
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return ObjectPart(value)
+    raise TypeError(
+        f"{name} must be a module, a list of modules, an optimizer, a tensor, a torch.Generator, a "
+        f"dict, or have state_dict() and load_state_dict(); got {type(value).__name__}"
+    )
+
+
+class _Base:
+    is_local = False
+
+    def merge(self, rests: Sequence[Any]) -> Any:
+        return rests[0]
+
+
+class ObjectPart(_Base):
+    """Anything with `state_dict` and `load_state_dict`."""
+
+    def __init__(self, value: Any, *, is_local: bool = False) -> None:
+        self.value = value
+        self.is_local = is_local
+
+    def _state(self) -> Any:
+        return self.value.state_dict()
+
+    def capture(self) -> Captured:
+        return Captured(*take_apart(self._state()))
+
+    def targets(self, rest: Any) -> dict[str, Tensor]:
+        leaves = leaves_of(rest)
+        if not leaves:
+            return {}
+        sharded = any(leaf.is_sharded for leaf in leaves.values())
+        current = take_apart(self._state())[0] if sharded else {}
+        return {name: _empty_for(leaf, current.get(name)) for name, leaf in leaves.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
+        self.value.load_state_dict(put_together(rest, lambda leaf: tensors[leaf.name]))
+
+
+class DictPart(ObjectPart):
+    """A dict, whose tensors are filled in place."""
+
+    def _state(self) -> Any:
+        return dict(self.value)
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
+        current = take_apart(self._state())[0]
+
+        def fill(leaf: Leaf) -> Tensor:
+            tensor, own = tensors[leaf.name], current.get(leaf.name)
+            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+                return tensor
+            with torch.no_grad():
+                return own.copy_(tensor)
+
+        state = put_together(rest, fill)
+        self.value.clear()
+        self.value.update(state)
+
+
+class TensorPart(_Base):
+    """A tensor, filled in place, or a random generator."""
+
+    def __init__(self, value: Tensor | torch.Generator) -> None:
+        self.value = value
+
+    def _tensor(self) -> Tensor:
+        return self.value if isinstance(self.value, Tensor) else self.value.get_state()
+
+    def capture(self) -> Captured:
+        return Captured({"value": self._tensor()}, None)
+
+    def targets(self, rest: Any) -> dict[str, Tensor]:
+        return {"value": torch.empty_like(self._tensor())}
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
+        if isinstance(self.value, torch.Generator):
+            self.value.set_state(tensors["value"])
+        else:
+            with torch.no_grad():
+                self.value.copy_(tensors["value"])
+
+
+class ModulePart(_Base):
+    """A module, or the modules of this rank's pipeline stages. Tensors are read in place."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = list(modules)
+
+    def _states(self) -> Iterator[tuple[nn.Module, dict[str, tuple[str, Any]]]]:
+        """Yield each module with its entries: by stored name, the module's name and the value."""
+        states = [get_model_state_dict(module) for module in self.modules]
+        names = [name for state in states for name in state]
+        collide = len(set(names)) < len(names)
+        for index, (module, state) in enumerate(zip(self.modules, states, strict=True)):
+            prefix = f"{index}." if collide else ""
+            yield module, {f"{prefix}{name}": (name, value) for name, value in state.items()}
+
+    def _entries(self) -> dict[str, Any]:
+        return {name: value for _, state in self._states() for name, (_, value) in state.items()}
+
+    def capture(self) -> Captured:
+        entries = self._entries()
+        tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+        return Captured(tensors, {k: v for k, v in entries.items() if k not in tensors})
+
+    def targets(self, rest: Any) -> dict[str, Tensor]:
+        return {k: v for k, v in self._entries().items() if isinstance(v, Tensor)}
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
+        for module, state in self._states():
+            content = {
+                name: tensors[stored] if isinstance(value, Tensor) else rest[stored]
+                for stored, (name, value) in state.items()
+            }
+            set_model_state_dict(module, content)
+
+    def merge(self, rests: Sequence[Any]) -> Any:
+        return {name: value for rest in reversed(rests) for name, value in rest.items()}
+
+    def is_buffer(self, stored: str) -> bool:
+        """Return whether an entry is a buffer, which replicas may have with other content."""
+        for module, state in self._states():
+            if stored in state:
+                name = state[stored][0]
+                return all(name != full for full, _ in full_names(module))
+        return False
+
+    def parameter_names(self) -> Iterator[tuple[int, str]]:
+        """Yield the `id` and full name of each parameter."""
+        names = [name for module in self.modules for name, _ in full_names(module)]
+        collide = len(set(names)) < len(names)
+        for index, module in enumerate(self.modules):
+            for name, parameter in full_names(module):
+                yield id(parameter), f"{index}.{name}" if collide else name
+
+
+class OptimizerPart(_Base):
+    """An optimizer of torch. Its state goes by the names of the parameters."""
+
+    def __init__(self, value: Optimizer, names_of: Callable[[], Mapping[int, str]]) -> None:
+        self.value = value
+        self._names_of = names_of
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return the parameters by name, in the order of their numbers in `state_dict`."""
+        names = self._names_of()
+        found: dict[str, Tensor] = {}
+        for number, group in enumerate(self.value.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                found[names.get(id(parameter), f"group{number}.{place}")] = parameter
+        return found
+
+    def capture(self) -> Captured:
+        state, names = self.value.state_dict(), list(self._parameters())
+        tree = {
+            "state": {names[number]: values for number, values in state["state"].items()},
+            "groups": [
+                group | {"params": [names[number] for number in group["params"]]}
+                for group in state["param_groups"]
+            ],
+        }
+        tree |= {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+        return Captured(*take_apart(tree))
+
+    def targets(self, rest: Any) -> dict[str, Tensor]:
+        parameters, found = self._parameters(), dict[str, Tensor]()
+        for name, parameter in parameters.items():
+            current = self.value.state.get(parameter, {})
+            for leaf in leaves_of(rest["state"].get(name, {})).values():
+                own = current.get(leaf.name.rpartition(".")[2])
+                found[leaf.name] = _empty_for(leaf, own, parameter)
+        rest = {key: value for key, value in rest.items() if key != "state"}
+        return found | {leaf.name: _empty_for(leaf) for leaf in leaves_of(rest).values()}
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
+        parameters = self._parameters()
+        numbers = {name: number for number, name in enumerate(parameters)}
+        kept = rest | {"state": {k: v for k, v in rest["state"].items() if k in numbers}}
+        tree = put_together(kept, lambda leaf: tensors[leaf.name])
+        saved = {name: group for group in tree["groups"] for name in group["params"]}
+        missing = [name for name in numbers if name not in saved]
+        if missing:
+            raise OtherRunError(f"the checkpoint has no optimizer state of {missing[0]}")
+        state = self.value.state_dict()
+        names = list(parameters)
+        groups = [
+            saved[names[group["params"][0]]] | {"params": group["params"]}
+            if group["params"]
+            else group
+            for group in state["param_groups"]
+        ]
+        others = {k: v for k, v in tree.items() if k not in ("state", "groups")}
+        values = {numbers[name]: value for name, value in tree["state"].items()}
+        self.value.load_state_dict({**others, "state": values, "param_groups": groups})
+        # `load_state_dict` converts states to the parameter's type, which may be less precise.
+        for name, value in tree["state"].items():
+            own = self.value.state.get(parameters[name], {})
+            for key, saved_value in value.items():
+                loaded = own.get(key)
+                if isinstance(loaded, Tensor) and loaded.dtype != saved_value.dtype:
+                    own[key] = saved_value.to(loaded.device)
+
+    def merge(self, rests: Sequence[Any]) -> Any:
+        merged: dict[str, Any] = dict(rests[0])
+        merged["groups"] = [group for rest in rests for group in rest["groups"]]
+        merged["state"] = {k: v for rest in reversed(rests) for k, v in rest["state"].items()}
+        return merged
+
+
+def full_names(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Yield the parameters with their names in the original model, without wrappers."""
+    wrapped = [
+        (f"{name}.module." if name else "module.", f"{name}." if name else "")
+        for name, each in module.named_modules()
+        if isinstance(each, DistributedDataParallel)
+    ]
+    for name, parameter in module.named_parameters():
+        for prefix, replacement in reversed(wrapped):
+            if name.startswith(prefix):
+                name = replacement + name.removeprefix(prefix)
+        yield name.replace("_orig_mod.", ""), parameter
+
+
+def _empty_for(leaf: Leaf, *templates: Tensor | None) -> Tensor:
+    """Return a tensor to read into: sharded like the first template of its shape."""
+    if not leaf.is_sharded:
+        return torch.empty(leaf.shape, dtype=leaf.dtype)
+    for template in templates:
+        if isinstance(template, DTensor) and tuple(template.shape) == leaf.shape:
+            return torch.empty_like(template, dtype=leaf.dtype, requires_grad=False)
+    raise CheckpointError(
+        f"{leaf.name} of shape {list(leaf.shape)} was sharded, and nothing here shows how it is "
+        "sharded now: create the state before `paceline.steps` begins"
+    )

@@ -1,0 +1,88 @@
+"""The position in the data: how many batches of which epoch were taken, and how to return to it.
+
+A loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, returns
+there by itself. With any other, the epoch is started again with the random states that it started
+with, and the batches that were taken are skipped. Then the random states of the checkpoint are set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from paceline.checkpoints.random_states import RandomStates
+
+
+class DataPosition:
+    """Epochs begun and batches taken by this rank."""
+
+    def __init__(self) -> None:
+        self.epoch = -1  # number of the one in progress
+        self.batches = 0  # taken in this epoch
+        self._began_with: dict[str, Any] = {}  # random states at the begin of the epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "began_with": self._began_with,
+            "random": RandomStates().state_dict(),
+        }
+
+    def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Begin the next epoch."""
+        self.epoch += 1
+        self.batches = 0
+        self._began_with = {
+            "random": RandomStates().state_dict(),
+            "generators": [generator.get_state() for generator in _generators(loader)],
+        }
+        return iter(loader)
+
+    def resume(
+        self,
+        loader: Iterable[Any],
+        saved: dict[str, Any],
+        *,
+        has_state: bool,
+        batches: int,
+        is_same_rank: bool,
+    ) -> Iterator[Any]:
+        """Return to a saved position; the rest of the state is loaded.
+
+        Args:
+            loader: as in the saved run.
+            saved: the position.
+            has_state: the loader has loaded its own state.
+            batches: number to skip if it has not.
+            is_same_rank: `saved` is of this rank, with the same number of ranks.
+        """
+        self.epoch, self.batches = saved["epoch"], batches
+        self._began_with = saved["began_with"]
+        if is_same_rank:
+            RandomStates().load_state_dict(self._began_with["random"])
+        if is_same_rank and not has_state:
+            states = self._began_with["generators"]
+            for generator, state in zip(_generators(loader), states, strict=False):
+                generator.set_state(state)
+        iterator = iter(loader)
+        if not has_state:
+            for _ in range(batches):
+                if next(iterator, self) is self:
+                    break
+        if is_same_rank:
+            RandomStates().load_state_dict(saved["random"])
+        return iterator
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a loader draws from, besides torch's default one."""
+    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    generators = [each for each in found if isinstance(each, torch.Generator)]
+    return list({id(each): each for each in generators}.values())

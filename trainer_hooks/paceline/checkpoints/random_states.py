@@ -1,0 +1,45 @@
+"""The states of the random generators of a process."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+class RandomStates:
+    """The generators of Python, numpy (if loaded), torch and the current device."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return their states."""
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if (numpy := sys.modules.get("numpy")) is not None:
+            name, keys, *rest = numpy.random.get_state()
+            state["numpy"] = (str(name), [int(key) for key in keys], *map(_plain, rest))
+        if (device := _device()) is not None:
+            state["device"] = device.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set them."""
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in state:
+            name, keys, *rest = state["numpy"]
+            numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+        device = _device()
+        if device is not None and "device" in state:
+            device.set_rng_state(state["device"])
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, float) else int(value)
+
+
+def _device() -> Any | None:
+    """Return the module of the accelerator if this process uses it."""
+    cuda: Any = torch.cuda
+    return cuda if cuda.is_available() and cuda.is_initialized() else None

@@ -1,0 +1,139 @@
+"""The whole state of a script: its parts under their names, as they are in a checkpoint.
+
+The tensors of part `model` are `model.NAME`, as torch.distributed.checkpoint would name those of
+`{"model": model.state_dict()}`; the rest of it is `model/rest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from paceline.checkpoints.errors import CheckpointError, OtherRunError
+from paceline.checkpoints.parts import ModulePart, StatePart
+from paceline.checkpoints.storage import Checkpointer, Verified
+from paceline.checkpoints.trees import decode, encode, leaves_of, put_together
+
+
+def capture(parts: Mapping[str, StatePart]) -> dict[str, Tensor]:
+    """Return the state of all parts. Raises CheckpointError if one cannot be stored."""
+    state: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        tensors, rest = part.capture()
+        state |= {f"{name}.{key}": value for key, value in tensors.items()}
+        state[_rest(name)] = encode(rest, name)
+    return state
+
+
+class StoredState:
+    """The state in a checkpoint, as this rank loads it. All ranks make the same calls."""
+
+    def __init__(self, checkpointer: Checkpointer, found: Verified) -> None:
+        self._checkpointer = checkpointer
+        self._found = found
+        self._rank = checkpointer.peers.rank
+        self.is_of_same_ranks = found.world_size == checkpointer.peers.size
+
+    def tree(self, name: str) -> Any:
+        """Return the state of a part of this rank; with another number of ranks, of rank 0."""
+        names = self._rest_names(name)[:1]
+        (rest,) = self._read_rests({name: names})[name]
+        stored = {key: f"{name}.{key}" for key in leaves_of(rest)}
+        if self.is_of_same_ranks:
+            stored = {k: self._found.stored_name(v, self._rank) or v for k, v in stored.items()}
+        tensors = {key: self._empty(each) for key, each in stored.items()}
+        self._checkpointer.read(self._found, {stored[k]: v for k, v in tensors.items()})
+        return put_together(rest, lambda leaf: tensors[leaf.name])
+
+    def restore(self, parts: Mapping[str, StatePart]) -> set[str]:
+        """Load the parts. Return the names of those that were loaded.
+
+        Parts that belong to a rank are left out if there is another number of ranks.
+
+        Raises:
+            OtherRunError: a part does not fit what was saved.
+            CheckpointError: it cannot be loaded with this number of ranks.
+        """
+        wanted = {
+            name: part for name, part in parts.items() if self.is_of_same_ranks or not part.is_local
+        }
+        names = {name: self._rest_names(name) for name in wanted}
+        for name, found in names.items():
+            if not found:
+                raise OtherRunError(
+                    f"{self._found.path} has no state {name!r}; it has "
+                    f"{', '.join(sorted(self._part_names()))}"
+                )
+        rests = self._read_rests(names)
+        whole = {
+            name: found[0] if self.is_of_same_ranks else wanted[name].merge(found)
+            for name, found in rests.items()
+        }
+        targets = {name: part.targets(whole[name]) for name, part in wanted.items()}
+        into = {
+            self._stored_name(name, key, wanted[name], tensor): tensor
+            for name, tensors in targets.items()
+            for key, tensor in tensors.items()
+        }
+        self._checkpointer.read(self._found, into)
+        for name, part in wanted.items():
+            try:
+                part.restore(targets[name], whole[name])
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise OtherRunError(
+                    f"the state {name!r} in {self._found.path} does not fit: {error}"
+                ) from error
+        return set(wanted)
+
+    def _part_names(self) -> set[str]:
+        stored = self._found.metadata.state_dict_metadata
+        return {name.partition("/")[0] for name in stored if "/rest" in name}
+
+    def _rest_names(self, name: str) -> list[str]:
+        """Return the stored names of a part's rest: this rank's, or those of all ranks."""
+        if not self.is_of_same_ranks:
+            return self._found.all_variants(_rest(name))
+        own = self._found.stored_name(_rest(name), self._rank)
+        return [] if own is None else [own]
+
+    def _read_rests(self, names: Mapping[str, list[str]]) -> dict[str, list[Any]]:
+        contents = {each: self._empty(each) for found in names.values() for each in found}
+        self._checkpointer.read(self._found, contents)
+        return {name: [decode(contents[each]) for each in found] for name, found in names.items()}
+
+    def _empty(self, stored: str) -> Tensor:
+        metadata = self._found.metadata.state_dict_metadata[stored]
+        assert isinstance(metadata, TensorStorageMetadata), "only tensors are stored"
+        return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+
+    def _stored_name(self, name: str, key: str, part: StatePart, tensor: Tensor) -> str:
+        """Return the stored name of a tensor, after checking that it fits."""
+        full, found = f"{name}.{key}", self._found
+        if self.is_of_same_ranks:
+            stored = found.stored_name(full, self._rank)
+        else:
+            variants = found.all_variants(full)
+            if len(variants) > 1 and not (isinstance(part, ModulePart) and part.is_buffer(key)):
+                raise CheckpointError(
+                    f"{full} differs between the {found.world_size} ranks of {found.path}, so it "
+                    f"cannot be loaded by {self._checkpointer.peers.size}: give the tensors of "
+                    "each pipeline stage names of their own, or start as many ranks"
+                )
+            stored = variants[0] if variants else None
+        metadata = None if stored is None else found.metadata.state_dict_metadata.get(stored)
+        if stored is None or not isinstance(metadata, TensorStorageMetadata):
+            raise OtherRunError(f"{found.path} has no tensor {full}")
+        if metadata.size != tensor.size():
+            raise OtherRunError(
+                f"{full} has shape {list(metadata.size)} in {found.path}, and "
+                f"{list(tensor.size())} here"
+            )
+        return stored
+
+
+def _rest(name: str) -> str:
+    return f"{name}/rest"

@@ -1,0 +1,104 @@
+"""States as torch.distributed.checkpoint stores them: tensors by name, and the rest as bytes.
+
+A state is a tree of dicts, lists and tuples. Its tensors are stored one by one, so that sharded
+ones can be read by another number of ranks. In the rest each of them is replaced by a `Leaf`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.checkpoints.errors import CheckpointError, DamagedError
+
+_LEAF = "paceline.tensor"  # marks a leaf in the rest, which may contain only plain types
+
+
+class Leaf(NamedTuple):
+    """Where a tensor was in its tree."""
+
+    name: str  # path of keys, joined by dots; unique in the tree
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_sharded: bool  # a DTensor; `shape` is that of the whole
+
+
+def take_apart(tree: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of a tree by name, and the rest."""
+    tensors: dict[str, Tensor] = {}
+
+    def take(value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            while name in tensors:  # the keys 0 and "0"
+                name += "'"
+            tensors[name] = value
+            is_sharded = isinstance(value, DTensor)
+            return (_LEAF, name, value.dtype, tuple(value.shape), is_sharded)
+        if isinstance(value, Mapping):
+            return {key: take(each, _join(name, key)) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            items = [take(each, _join(name, index)) for index, each in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    return tensors, take(tree, "")
+
+
+def put_together(rest: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
+    """Return the tree with `tensor_of(leaf)` in the place of each tensor."""
+    if isinstance(rest, tuple) and len(rest) == 5 and rest[0] == _LEAF:
+        return tensor_of(Leaf(*rest[1:]))
+    if isinstance(rest, dict):
+        return {key: put_together(each, tensor_of) for key, each in rest.items()}
+    if isinstance(rest, list | tuple):
+        items = [put_together(each, tensor_of) for each in rest]
+        return items if isinstance(rest, list) else tuple(items)
+    return rest
+
+
+def leaves_of(rest: Any) -> dict[str, Leaf]:
+    """Return the leaves of a rest by name."""
+    found: dict[str, Leaf] = {}
+
+    def note(leaf: Leaf) -> Tensor:
+        found[leaf.name] = leaf
+        return torch.empty(0)
+
+    put_together(rest, note)
+    return found
+
+
+def encode(rest: Any, name: str) -> Tensor:
+    """Return a rest as bytes.
+
+    Raises CheckpointError if it contains objects that cannot be loaded without running their code.
+    """
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
+        raise CheckpointError(
+            f"the state of {name!r} contains an object that torch does not load safely: {kind} "
+            "Leave it out of the state, or allow it with torch.serialization.add_safe_globals"
+        ) from error
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
+
+
+def decode(content: Tensor) -> Any:
+    """Return a rest from its bytes. Raises DamagedError if they contain something else."""
+    try:
+        return torch.load(io.BytesIO(bytes(content.tolist())), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise DamagedError(f"a state cannot be decoded: {error}") from error
+
+
+def _join(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
