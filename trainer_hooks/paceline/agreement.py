@@ -44,7 +44,7 @@ BEAT_SECONDS = 1.0
 DEAD_SECONDS = 20.0  # a rank whose thread is silent for longer is dead
 READERS_SECONDS = 5.0  # for all ranks to read the last result, before the process ends
 ABSENT_SECONDS = 10.0  # for a rank outside its loop, once another one waits for it
-PATIENCE_SECONDS = 900.0  # longest round; longer than most evaluations
+PATIENCE_SECONDS = 1800.0  # to come to the step, and to save; longer than most evaluations
 _OFF = b"off"
 _GO = b"go"
 
@@ -111,7 +111,7 @@ class Agreement:
             acknowledge: answers a command, with its id, an `AckStatus` and a step.
             dead_seconds: a rank whose thread is silent for longer is dead.
             absent_seconds: how long others wait at the step for a rank outside its loop.
-            patience_seconds: longest duration of a round.
+            patience_seconds: longest time to come to the step, and to act on the request.
         """
         self.step: int | None = None  # completed by this rank; None: not in its loop yet
         self.is_inside = False  # the loop
@@ -165,18 +165,27 @@ class Agreement:
         """Request a `ControlKind` of all ranks, not before `step`. Any thread may call it."""
         self._own = (kind, step)
 
-    def finish(self, request: Request, done: bool) -> bool:
-        """Report what came of the request that `at` returned on this rank.
+    def report(self, request: Request, done: bool) -> None:
+        """Report what came of the request that `at` returned on this rank. It does not wait."""
+        with self._changed:
+            if self._request is request and self._report is None:
+                self._report = done
 
-        Return whether all ranks stop now: it was requested, and done by all of them.
+    def result(self, request: Request) -> bool:
+        """Return whether all ranks stop now: it was requested, and done by all of them.
+
+        Waits until all have reported; all ranks call it at the same place of their loops.
         """
         with self._changed:
-            if self._request is not request:
-                return False
-            self._report = done
-            while request.wants_stop and self._result is None and self._thread.is_alive():
+            while self._request is request and request.wants_stop and self._thread.is_alive():
                 self._changed.wait(1.0)
-            return request.wants_stop and bool(self._result)
+            is_over = self._request is not request
+            return request.wants_stop and is_over and bool(self._result)
+
+    def finish(self, request: Request, done: bool) -> bool:
+        """Report, and return the result."""
+        self.report(request, done)
+        return self.result(request)
 
     def close(self) -> None:
         """End the thread; call a round off that is not complete."""
@@ -348,6 +357,7 @@ class Agreement:
             self._complete(store, "arrived", "go")
         if self._state is _Phase.DECIDED and store.check([self._name("go")]):
             self._let_go(store.get(self._name("go")))
+            round_.began = monotonic()
         if self._state is _Phase.GO and self._report is not None and not round_.has_reported:
             round_.has_reported = True
             if self._report:
@@ -375,12 +385,12 @@ class Agreement:
             return "the training ends"
         if round_.neighbor.is_dead(now):
             return f"rank {round_.neighbor.rank} does not respond"
+        if now - round_.began > self._patience_seconds:
+            return "it took too long"
         if self._state is _Phase.GO:
             return None
         if self._is_withdrawn():
             return "it was withdrawn"
-        if now - round_.began > self._patience_seconds:
-            return "not all ranks came to the agreed step"
         if absent_since is not None and now - absent_since > self._absent_seconds:
             return f"the loop of rank {self._rank} ended before the agreed step"
         return None
@@ -452,7 +462,7 @@ class Agreement:
 class _Round:
     """The progress of one round, in the thread."""
 
-    began: float
+    began: float  # the round, or to act on the request
     neighbor: _Neighbor
     has_arrived: bool = False  # written to the store
     has_reported: bool = False  # written to the store

@@ -643,11 +643,13 @@ def checkpoint_failed(reason: str) -> None:
 def pending() -> Control | None:
     """Return the newest command for this rank without a final answer. Costs well under 1 µs.
 
-    All ranks of a job must obey a command at the same step; `paceline_trainer` shows how they
-    agree on it.
+    All ranks of a job must obey a command at the same step. `Checkpoints`, `should_checkpoint` and
+    `should_stop` agree on it and answer by themselves; this is for a framework with an agreement of
+    its own (docs/repair.md).
 
     Returns:
-        The command, with `kind` (a `ControlKind`) and `target_step`; None if there is none.
+        The command, with `kind` (a `ControlKind`) and `target_step`, the first step to obey it at;
+        None if there is none. A `CANCEL` withdraws the command before it: answer it with DONE.
 
     Example:
         >>> command = paceline.pending()
@@ -673,10 +675,16 @@ def pending() -> Control | None:
 def acknowledge(command_id: int, status: int, step: int) -> None:
     """Answer a command.
 
+    The server goes ahead with a repair only if all ranks answered DONE with the same step.
+
     Args:
-        command_id: of the command that `pending` returned.
-        status: an `AckStatus`; DONE and FAILED are final, `pending` no longer returns the command.
-        step: the current step.
+        command_id: id of the command that `pending` returned; it differs between nodes.
+        status: an `AckStatus`: SEEN once the ranks have agreed on a step; DONE and FAILED are
+            final, and `pending` no longer returns the command.
+        step: number of completed steps: those in the checkpoint, or the agreed ones for SEEN.
+
+    Example:
+        >>> paceline.acknowledge(command.command_id, AckStatus.DONE, step)
     """
     session = _session
     if session is None:

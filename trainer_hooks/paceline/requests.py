@@ -2,7 +2,8 @@
 
 A process has one `Agreement`. Its user is a `Checkpoints`, or the script itself, which calls the
 two functions once per step. A checkpoint that the script was asked for counts as done at its
-`checkpoint_saved`, or when it calls one of the two functions again.
+`checkpoint_saved`, or when it calls one of the two functions again: ranks that save nothing
+themselves report so.
 """
 
 from __future__ import annotations
@@ -88,7 +89,6 @@ class _Script:
     def __init__(self) -> None:
         self.due: Request | None = None
         self.is_asked = False  # `should_checkpoint` returned True for it
-        self.has_failed = False
         self.is_stopping = False
         self.can_checkpoint = False
         self.can_stop = False
@@ -101,16 +101,19 @@ class _Script:
         step = hooks.completed_steps() if step is None else step
         if self.due is None and own is not None and step is not None and not self.is_stopping:
             self.due = own.at(step)
-            self.is_asked = self.has_failed = False
+            self.is_asked = False
+
+    def report(self, done: bool) -> None:
+        """Report what came of the request on this rank; the first report counts."""
+        if self.due is not None and _agreement is not None:
+            _agreement.report(self.due, done)
 
     def finish(self) -> None:
-        """Answer the request."""
+        """End the request, and learn whether all ranks stop."""
         request, self.due = self.due, None
-        if request is None or _agreement is None:
-            return
-        done = not self.has_failed and (self.is_asked or not request.wants_checkpoint)
-        self.is_asked = False
-        self.is_stopping = _agreement.finish(request, done)
+        if request is not None and _agreement is not None:
+            done = self.is_asked or not request.wants_checkpoint
+            self.is_stopping = _agreement.finish(request, done)
 
     def declare(self, *, checkpoint: bool = False, stop: bool = False) -> None:
         """Report what the script can do, at its first call."""
@@ -180,10 +183,9 @@ def should_stop(step: int | None = None) -> bool:
 
 
 def _on_checkpoint(saved: bool) -> None:
-    """The script reported a checkpoint, or that it failed."""
+    """Note that the script reported a checkpoint, or that it failed."""
     if _script.is_asked:
-        _script.has_failed = not saved
-        _script.finish()
+        _script.report(saved)
 
 
 hooks.on_checkpoint = _on_checkpoint

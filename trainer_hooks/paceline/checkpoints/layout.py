@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.errors import CheckpointError, DamagedError, UnreadableError
+
+_log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
@@ -134,8 +137,12 @@ def prune(directory: Path, keep: int, generation: int) -> None:
             continue
         path = directory / saved.name
         # COMMITTED first, so that a committed checkpoint is always complete
-        (path / COMMITTED).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+        try:
+            (path / COMMITTED).unlink(missing_ok=True)
+        except OSError as error:  # it stays; the new checkpoint is committed all the same
+            _log.warning("An old checkpoint cannot be deleted: %s", error)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(directory: Path, saved: Saved) -> None:

@@ -24,6 +24,7 @@ import hashlib
 import logging
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -217,6 +218,7 @@ class Checkpointer:
 
         Raises UnreadableError if that fails; some tensors may be filled then.
         """
+        self._allow_alone()
         try:
             load(
                 dict(state),
@@ -287,6 +289,7 @@ class Checkpointer:
         named = {_name_of(name, peers.rank, variants): value for name, value in state.items()}
 
         def write() -> None:
+            self._allow_alone()
             writer = FileSystemWriter(path)
             save(
                 named,
@@ -301,6 +304,12 @@ class Checkpointer:
             whole = {name: entry for part in peers.gather(files) for name, entry in part.items()}
             failure = peers.on_rank_0(lambda: self._mark(step, path, whole, variants))
         return failure
+
+    def _allow_alone(self) -> None:
+        """Leave out torch's warning that there is no process group: it is as it should be."""
+        if self.peers.group is None:
+            message = "torch.distributed is disabled, unavailable or uninitialized"
+            warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
     def _find_variants(self, state: State) -> Variants:
         """Compare what ranks have under the same names. Return the names with several contents."""

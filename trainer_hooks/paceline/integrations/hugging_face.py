@@ -6,6 +6,8 @@
 
 With `PACELINE=1` it is one of the Trainer's default callbacks and needs no line. A step is one
 optimizer step, with all batches of its gradient accumulation; its number is `state.global_step`.
+A request of the server becomes `control.should_save` and `control.should_training_stop`; the script
+resumes with `trainer.train(resume_from_checkpoint=True)`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from paceline.integrations.boundaries import (
     save_or_load,
     surround,
 )
+from paceline.requests import should_checkpoint, should_stop
 from paceline.writer.interface import Timed
 
 
@@ -49,6 +52,11 @@ class PacelineCallback(TrainerCallback):  # type: ignore[misc]
     @never_raises
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._boundaries.complete()
+        if self._boundaries.are_marked:
+            if should_checkpoint(state.global_step):
+                control.should_save = True
+            if not control.should_save and should_stop(state.global_step):
+                control.should_training_stop = True
 
     @never_raises
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -59,6 +67,8 @@ class PacelineCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.should_save:  # other ranks return before the files are complete
             checkpoint_saved(state.global_step)
+        if self._boundaries.are_marked and should_stop(state.global_step):
+            control.should_training_stop = True
 
     @never_raises
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -6,11 +6,14 @@
 
 With `PACELINE=1`, or after `paceline.init()`, each Trainer has it and needs no line. A step is one
 optimizer step, with all batches of its gradient accumulation; its number is `trainer.global_step`.
+A request of the server becomes `last.ckpt` beside the Trainer's other checkpoints, from which
+`fit(ckpt_path="last")` resumes, and `trainer.should_stop`.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -22,6 +25,7 @@ from paceline.integrations.boundaries import (
     save_or_load,
     surround,
 )
+from paceline.requests import should_checkpoint, should_stop
 
 # Two packages with the same content; the script uses one.
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -70,6 +74,7 @@ class LightningCallback(_package.Callback):  # type: ignore[misc]
         if _boundaries.are_marked and trainer.global_step != _boundaries.step:
             report(loss=outputs.get("loss") if isinstance(outputs, dict) else outputs)
             _boundaries.complete()
+            _follow_requests(trainer)
 
     @never_raises
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -93,6 +98,16 @@ class LightningCallback(_package.Callback):  # type: ignore[misc]
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
+
+
+def _follow_requests(trainer: Any) -> None:
+    """Save where `fit(ckpt_path="last")` finds it, and stop, if the server requests it."""
+    if should_checkpoint(trainer.global_step):
+        own = trainer.checkpoint_callback
+        directory = getattr(own, "dirpath", None) or trainer.default_root_dir
+        trainer.save_checkpoint(os.path.join(directory, "last.ckpt"))
+    if should_stop(trainer.global_step):
+        trainer.should_stop = True
 
 
 def callbacks() -> list[LightningCallback]:

@@ -1,0 +1,258 @@
+"""`paceline.Checkpoints` in a process alone: what it takes, and what it does when that fails."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import load
+
+import paceline
+from paceline.checkpoints.errors import CheckpointError, OtherRunError
+from paceline.checkpoints.layout import saved_checkpoints
+from paceline_wire.ring import RingReader
+
+
+class Script:
+    """A training of one module, which is made again for each run."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.state = paceline.Checkpoints(
+            directory, **{"every": 2, "model": self.model, "optimizer": self.optimizer} | options
+        )
+        self.seen: list[int] = []
+
+    def train(self, batches: int, epochs: int = 1, stop_after: int | None = None) -> Script:
+        for epoch in range(epochs):
+            for number in paceline.steps(range(batches), state=self.state):
+                self.model(torch.full((3,), float(number))).sum().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.seen.append(100 * epoch + number)
+                if len(self.seen) == stop_after:
+                    break
+            if len(self.seen) == stop_after:
+                break
+        self.state.wait()
+        return self
+
+
+def test_a_run_resumes_after_its_last_checkpoint(tmp_path: Path) -> None:
+    whole = Script(tmp_path / "whole").train(9)
+    Script(tmp_path / "two").train(9, stop_after=6)  # step 6 is over only at the next batch
+    second = Script(tmp_path / "two").train(9)
+    assert second.state.resumed_step == 4
+    assert second.seen == [4, 5, 6, 7, 8]
+    assert torch.equal(second.model.weight, whole.model.weight)
+
+
+def test_completed_epochs_yield_nothing(tmp_path: Path) -> None:
+    Script(tmp_path).train(4, epochs=3, stop_after=7)
+    assert Script(tmp_path).train(4, epochs=3).seen == [102, 103, 200, 201, 202, 203]
+
+
+def test_epochs_leave_out_those_that_were_completed(tmp_path: Path) -> None:
+    Script(tmp_path).train(4, epochs=3, stop_after=7)
+    script = Script(tmp_path)
+    epochs = [
+        (epoch, list(paceline.steps(range(4), state=script.state)))
+        for epoch in script.state.epochs(3)
+    ]
+    assert epochs == [(1, [2, 3]), (2, [0, 1, 2, 3])]
+
+
+def test_steps_are_recorded_from_the_resumed_one_on(tmp_path: Path, reader: RingReader) -> None:
+    Script(tmp_path / "saved").train(9, stop_after=6)
+    assert (reader.view().saved_step, reader.view().can_checkpoint) == (4, True)
+    paceline.finish()
+    paceline.init()
+    again = RingReader(reader.path)
+    Script(tmp_path / "saved").train(7)
+    assert (again.view().step, again.view().saved_step) == (7, 6)  # 7 began, without a batch
+    again.close()
+
+
+def test_any_torch_tool_reads_a_checkpoint(tmp_path: Path) -> None:
+    script = Script(tmp_path).train(3)
+    path = tmp_path / saved_checkpoints(tmp_path)[0].name
+    other = nn.Linear(3, 2)
+    load({"model": other.state_dict()}, checkpoint_id=path)
+    script.train(0)
+    assert other.weight.shape == script.model.weight.shape
+    assert not torch.equal(other.weight, nn.Linear(3, 2).weight)
+
+
+class Counter:
+    """An object with a state of its own."""
+
+    def __init__(self) -> None:
+        self.value: Any = {"count": 0, "sum": torch.zeros(2), "names": ["a", ("b", None)]}
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+def test_objects_tensors_dicts_and_generators_are_restored(tmp_path: Path) -> None:
+    def parts() -> dict[str, Any]:
+        return {
+            "counter": Counter(),
+            "tensor": torch.zeros(3),
+            "table": {"rows": torch.zeros(2), "epoch": 0},
+            "generator": torch.Generator().manual_seed(0),
+        }
+
+    first = parts()
+    first["counter"].value |= {"count": 5, "sum": torch.ones(2)}
+    first["tensor"] += 7
+    first["table"]["rows"] += 8
+    first["table"]["epoch"] = 9
+    torch.rand(3, generator=first["generator"])
+    script = Script(tmp_path, **first).train(3)
+    second = parts()
+    rows = second["table"]["rows"]
+    Script(tmp_path, **second).train(2)
+    assert second["counter"].value["count"] == 5
+    assert second["counter"].value["names"] == ["a", ("b", None)]
+    assert second["counter"].value["sum"].tolist() == [1, 1]
+    assert second["tensor"].tolist() == [7, 7, 7]
+    assert rows.tolist() == [8, 8], "filled in place"
+    assert second["table"]["epoch"] == 9
+    assert second["generator"].get_state().equal(first["generator"].get_state())
+    assert script.state.step == 3
+
+
+def test_optimizer_states_keep_their_precision(tmp_path: Path) -> None:
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.full(
+                parameter.shape, 1 / 3, dtype=torch.float64
+            )
+        return optimizer
+
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    first = paceline.Checkpoints(tmp_path, every=1, model=model, optimizer=optimizer_of(model))
+    for _ in first.begin([]):
+        pass
+    first.save()
+    assert first.wait()
+    fresh = torch.optim.SGD(model.parameters(), momentum=0.9)
+    second = paceline.Checkpoints(tmp_path, model=model, optimizer=fresh)
+    second.begin([])
+    buffer = fresh.state[model.weight]["momentum_buffer"]
+    assert buffer.dtype == torch.float64
+    assert buffer[0, 0].item() == 1 / 3
+
+
+class Failing(Counter):
+    def state_dict(self) -> Any:
+        raise RuntimeError("the state is not there")
+
+
+class Unsafe(Counter):
+    def state_dict(self) -> Any:
+        return {"path": Path("x"), "function": print}
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [(Failing(), "the state is not there"), (Unsafe(), "does not load safely")],
+)
+def test_a_state_that_cannot_be_saved_is_reported_and_training_continues(
+    tmp_path: Path,
+    reader: RingReader,
+    caplog: pytest.LogCaptureFixture,
+    part: Counter,
+    reason: str,
+) -> None:
+    script = Script(tmp_path / "saved", part=part).train(5)
+    assert script.seen == [0, 1, 2, 3, 4]
+    assert reader.view().failed_saves == 2
+    assert reason in caplog.text
+    assert saved_checkpoints(tmp_path / "saved") == []
+
+
+def test_a_full_disk_stops_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = Script(tmp_path / "saved")
+    (tmp_path / "saved" / "step-00000002.generation-00000001").touch()  # no directory can be made
+    script.train(5)
+    assert script.seen == [0, 1, 2, 3, 4]
+    assert [saved.step for saved in saved_checkpoints(tmp_path / "saved")] == [4]
+    errors = [record for record in caplog.records if record.name == "paceline.checkpoints.storage"]
+    (error,) = [record for record in errors if record.levelno == logging.ERROR]
+    assert "The checkpoint of step 2 was not committed" in error.getMessage()
+
+
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
+    Script(tmp_path).train(6)
+    newest = tmp_path / saved_checkpoints(tmp_path)[0].name
+    (file,) = newest.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert Script(tmp_path).train(6).state.resumed_step == 4
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    Script(tmp_path).train(3)
+    with pytest.raises(OtherRunError, match=r"model.weight has shape \[2, 3\]"):
+        Script(tmp_path, model=nn.Linear(4, 2)).train(3)
+    with pytest.raises(OtherRunError, match="has no state 'more'; it has model, optimizer"):
+        Script(tmp_path, more=Counter()).train(3)
+
+
+def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="scheduler must be a module"):
+        paceline.Checkpoints(tmp_path, scheduler=object())
+    with pytest.raises(ValueError, match="every must be"):
+        paceline.Checkpoints(tmp_path, every=-1)
+    with pytest.raises(ValueError, match="Paceline's own"):
+        paceline.Checkpoints(tmp_path, position=Counter())
+
+
+def test_a_directory_that_cannot_be_used_ends_the_script(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError):
+        paceline.Checkpoints(tmp_path / "file", weight=torch.zeros(1))
+
+
+def test_ranks_without_a_process_group_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="after torch"):
+        paceline.Checkpoints(tmp_path, weight=torch.zeros(1))
+
+
+def test_shuffled_batches_and_random_numbers_continue_as_if_never_interrupted(
+    tmp_path: Path,
+) -> None:
+    def run(directory: Path, stop_after: int | None = None) -> list[Tensor]:
+        torch.manual_seed(3)
+        weight, seen = torch.zeros(1), list[Tensor]()
+        loader = torch.utils.data.DataLoader(range(12), batch_size=2, shuffle=True)  # type: ignore[arg-type, var-annotated]
+        state = paceline.Checkpoints(directory, every=1, weight=weight)
+        for _ in range(2):
+            for batch in paceline.steps(loader, state=state):
+                seen.append(torch.cat([batch.float(), torch.rand(1)]))
+                if len(seen) == stop_after:
+                    state.wait()
+                    return seen
+        state.wait()
+        return seen
+
+    whole = run(tmp_path / "whole")
+    first = run(tmp_path / "two", stop_after=9)
+    second = run(tmp_path / "two")
+    assert torch.equal(torch.stack(first[:8] + second), torch.stack(whole))
