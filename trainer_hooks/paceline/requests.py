@@ -130,7 +130,7 @@ def should_checkpoint(step: int | None = None) -> bool:
     """Return whether to save a checkpoint now: True on all ranks at the same step.
 
     Call it once per step, at the same place on all ranks. After saving, call
-    `paceline.checkpoint_saved(step)`. It costs less than 1 µs in steps without a request.
+    `paceline.checkpoint_saved(step)`. Without a request it costs a few microseconds.
 
     Args:
         step: number of completed steps; default: as Paceline counts them.
