@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
-from timed_run import FORWARD_SECONDS, Noise, TimedRun, subjects
+from timed_run import FORWARD_SECONDS, T0, Noise, TimedRun, subjects
 
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.straggler.detector import StragglerDetector
+from paceline_wire.batch import Sample
+from paceline_wire.metric_names import (
+    RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL as RUN_QUEUE_WAIT,
+)
 from paceline_wire.topology import Topology
 
 DEMO = Topology(2, 2, 2)
@@ -111,6 +115,19 @@ def test_the_slower_of_two_peers_is_advice():
     [found] = run.advance(50)
     assert (found.rank, found.persistence, found.severity, found.step) == (1, "chronic", "info", 8)
     assert "its only peer" in found.summary
+    assert "two ranks have no majority" in found.summary
+
+
+def test_of_two_peers_the_one_that_waits_for_a_cpu_is_the_outlier():
+    run = watched(Topology(2, 1, 1), 6)
+    run.slow = {1: 1.6}
+    for second in range(120):
+        for rank, share in enumerate((0.0, 0.375)):
+            labels = {"job": "job", "rank": str(rank)}
+            waited = Sample(RUN_QUEUE_WAIT, labels, share * second, T0 + second * 10**9)
+            run.telemetry.add("node-0", waited)
+    [found] = run.advance(50)
+    assert (found.rank, found.persistence, found.cause) == (1, "persistent", "CPU contention")
 
 
 @pytest.mark.parametrize("slowdown", [1.2, 1.6])

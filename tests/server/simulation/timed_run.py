@@ -72,6 +72,7 @@ class TimedRun:
             gpus={},
             started_ns=T0,
         )
+        self.telemetry = Telemetry()
         self.slow: dict[int, float] = {}
         self.slow_links: dict[tuple[int, int], float] = {}
         self.slow_groups: dict[int, float] = {}
@@ -115,7 +116,7 @@ class TimedRun:
             last_seen_ns={},
             exited={},
             losses={},
-            telemetry=Telemetry(),
+            telemetry=self.telemetry,
             groups=Groups(self.topology.world_size),
             timings=timings,
         )

@@ -326,14 +326,22 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
     def _report_chronic(self, rank: int, size: float, observation: Observation) -> Finding:
         unit = self._units.name(rank, {rank})
         peers = self._against_peers[0].size // self._stages - 1
-        if peers >= self.settings.chronic_fault_peers and size >= math.log(
-            self.settings.chronic_fault_slowdown
+        is_outlier = peers >= self.settings.chronic_fault_peers
+        if size >= math.log(self.settings.chronic_fault_slowdown) and (
+            is_outlier or self._is_explained(unit, size, observation)
         ):
             steps = self._levels.pushed
             rise = self._levels.assume(unit.ranks, steps, size)
             active = self._activate(unit, "steady", self._levels, rise, steps)
             return self.report(active, observation)
         slowdown = math.exp(size)
+        whom, why = "peers", "it has more work or a weaker device"
+        if not is_outlier:
+            whom = "only peer"
+            why = (
+                "two ranks have no majority, so it has more work or a weaker device, or the other "
+                "has less work or a better one"
+            )
         return msgspec.structs.replace(
             self._blank(unit, None),
             fingerprint=f"straggler:chronic:{rank}",
@@ -344,9 +352,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             step=self._steps[-1].number,
             detected_ns=observation.now_ns,
             summary=(
-                f"{unit.subject(self.generation)} has been {slowdown:.2f}x slower than its "
-                f"{'peers' if peers > 1 else 'only peer'} since the first step: it has more "
-                "work or a weaker device."
+                f"{unit.subject(self.generation)} has been {slowdown:.2f}x slower than its {whom} "
+                f"since the first step: {why}."
             ),
             advice=(
                 f"Give rank {rank} less work, or another device at the next start. "
@@ -362,6 +369,20 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
                 )
             ],
         )
+
+    def _is_explained(self, unit: SlowUnit, size: float, observation: Observation) -> bool:
+        """Return whether measurements of the node show that this rank is the outlier of two."""
+        first = self._steps[0]
+        diagnosis = diagnose(
+            unit.rank,
+            first.started_ns,
+            first.number,
+            observation,
+            self.generation,
+            slowdown=math.exp(size),
+            node=unit.node,
+        )
+        return diagnosis.cause != UNKNOWN
 
     # Reported stragglers
 
