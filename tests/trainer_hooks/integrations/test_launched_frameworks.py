@@ -7,6 +7,7 @@ framework that is not installed is skipped; `make campaign` installs all of them
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -56,17 +57,17 @@ def run(rings: Path, *command: str | Path, **variables: str) -> subprocess.Compl
 
 
 def torchrun(
-    rings: Path, script: str, *arguments: str | Path, **variables: str
+    rings: Path, script: str, *arguments: str | Path, ranks: int = 2, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of this folder as two ranks."""
-    launch = (BIN / "torchrun", "--standalone", "--nproc-per-node=2", HERE / script)
+    """Run a script of this folder."""
+    launch = (BIN / "torchrun", "--standalone", f"--nproc-per-node={ranks}", HERE / script)
     return run(rings, *launch, *arguments, **variables)
 
 
-def readers(rings: Path) -> list[RingReader]:
+def readers(rings: Path, ranks: int = 2) -> list[RingReader]:
     """Open the rings in the order of the ranks."""
     found = sorted(map(RingReader, rings.glob("*.ring")), key=lambda each: each.identity.rank)
-    assert [each.identity.rank for each in found] == [0, 1]
+    assert [each.identity.rank for each in found] == list(range(ranks))
     return found
 
 
@@ -143,6 +144,35 @@ def test_megatron_core(tmp_path: Path, pipeline_size: int) -> None:
             passes_of = [span for span in spans if span.op in (Op.FORWARD, Op.BACKWARD)]
             ordered = sorted((s for s in passes_of if s.step == 2), key=lambda s: s.start_ns)
             assert "".join("F" if span.op == Op.FORWARD else "B" for span in ordered) == order
+
+
+@pytest.mark.campaign
+@needs("megatron.core")
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, "dp2 pp2 tp2"),
+        ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, "dp2 tp2 cp2"),
+        ({"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, "dp2 pp2 ep2"),
+    ],
+    ids=["3D", "context", "expert"],
+)
+def test_the_topology_is_that_of_megatrons_parallel_state(
+    tmp_path: Path, sizes: dict[str, int], axes: str
+) -> None:
+    finished = torchrun(
+        tmp_path / "rings",
+        "megatron_parallel_ranks.py",
+        json.dumps(sizes),
+        ranks=8,
+        PACELINE="1",
+    )
+    assert finished.returncode == 0, finished.stderr[-5000:]
+    metadata: dict[str, str] = {}
+    for reader in readers(tmp_path / "rings", ranks=8):
+        for description in reader.new_descriptions():
+            metadata |= description.metadata
+    assert metadata["topology"] == f"{axes} (from Megatron parallel state)"
 
 
 @pytest.mark.campaign
