@@ -31,7 +31,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
@@ -100,6 +100,7 @@ PLAIN = Calls(
     pending=lambda: None,
     all_reduce=dist.all_reduce,
 )
+TWO_LINES = replace(PLAIN)  # a script that calls nothing but `init` and `steps`
 
 
 def measure() -> Iterator[Result]:
@@ -120,9 +121,11 @@ def measure() -> Iterator[Result]:
         yield from _results("these five together", together)
         with _hooks() as hooked:
             yield from _results("no collectives", _percent(WaitingSectionsStep(), hooked))
-            yield from _results(
-                "DistributedDataParallel", _percent(ReducerStep(), hooked, pairs=pairs)
-            )
+            for name, calls in (("", TWO_LINES), (", all calls", hooked)):
+                yield from _results(
+                    f"DistributedDataParallel{name}",
+                    _percent(ReducerStep(), calls, pairs=pairs),
+                )
             yield from _results("60 calls", _percent(WaitingPipelinedStep(), hooked), goal=None)
             yield from _results("computing host", _percent(DataParallelStep(), hooked))
         profiled = _percent(

@@ -233,7 +233,7 @@ def test_a_rank_that_dies_while_agreeing_blocks_no_other(
     process: Callable[[Job, int, int], subprocess.Popen[str]],
     number: signal.Signals,
 ) -> None:
-    ranks = job(3, others=1, dead_seconds=1.5)
+    ranks = job(3, others=1, dead_seconds=6.0)  # the other rank polls the store once a second
     dying = process(ranks, 2, 3)
     ranks.start()
     dying.send_signal(number)

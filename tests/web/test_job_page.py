@@ -54,7 +54,7 @@ def test_figures_of_the_job_are_shown(story: Any, visit: Callable[..., Any]) -> 
     stats = visit(story.url).page.locator(".stats")
     for figure in (
         "running",
-        "64.0",
+        "60.0",
         "620",
         "119",
         "2.413",

@@ -42,9 +42,6 @@ class LoopWatcher(Protocol):
     def wait_ends(self) -> None:
         """A batch is there."""
 
-    def step_ends(self) -> None:
-        """The open step ends."""
-
 
 class Resumable(Protocol):
     """The state of a script, which is saved and resumed at the boundaries of its loop."""
@@ -98,6 +95,7 @@ class Loop:
         self.at_boundary: Callable[[], None] | None = None  # set if there may be a device
         self.at_start: Callable[[], None] | None = None  # before the first step
         self.has_optimizer: Callable[[], bool] = bool  # whether the script has a torch optimizer
+        self.after_step: Callable[[], None] | None = None
         self.watcher: LoopWatcher | None = None
         self.is_open = False  # a step has begun
         self.is_explicit = False  # the script marks its steps
@@ -253,7 +251,8 @@ class Loop:
                         self.watcher.iteration_begins()
                     except Exception:
                         self._recorder.failures += 1
-                if self.is_open and not self.is_explicit and self._is_over():
+                is_marked_here = self.is_open and not self.is_explicit
+                if is_marked_here and (self.optimizer_calls or self._is_over()):
                     self.end_step()
                 self.begin_wait()
                 try:
@@ -277,9 +276,8 @@ class Loop:
                 self._leave()
 
     def _is_over(self) -> bool:
-        """Return whether the next iteration of `run` begins another step."""
-        if self.optimizer_calls:
-            return True
+        """Return whether the next iteration of `run` begins another step, without an optimizer
+        step since the last one."""
         most = MOST_MICROBATCHES if self.backwards else MOST_BATCHES_WITHOUT_BACKWARD
         if self.batches < most and (self.has_optimized or self.has_optimizer()):
             return False
@@ -338,9 +336,9 @@ class Loop:
         else:
             recorder.write_simple(Op.STEP, recorder.step_started_ns, at_ns)
         self._next_step = recorder.step + 1
-        if self.watcher is not None:
+        if self.after_step is not None:
             try:
-                self.watcher.step_ends()
+                self.after_step()
             except Exception:
                 self._recorder.failures += 1
         self._drop()

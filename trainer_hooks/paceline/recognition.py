@@ -42,9 +42,6 @@ class Sections(Protocol):
     marks_evaluations: bool
     marks_compute: bool  # the script times its forwards and backwards itself
 
-    def step_ended(self) -> None:
-        """Called after each step."""
-
 
 class Forward(Protocol):
     """Measures the forward pass: the writer on the host, `DeviceForward` on a device."""
@@ -104,14 +101,13 @@ class Recognition:
         if not self.evaluates:
             self._begin_forward()
 
-    def step_ends(self) -> None:
-        """A step ends."""
-        self.microbatches = self._loop.backwards or self.microbatches
-        self._session.step_ended()
-
     def describe(self) -> str:
-        """Return in one line what a step is and how it was found; the same on all ranks."""
+        """Return in one line what a step is and how it was found; the same on all ranks.
+
+        Called when a step has ended, before the next one begins.
+        """
         loop = self._loop
+        self.microbatches = loop.backwards or self.microbatches
         if loop.is_explicit:
             steps = "marked by the script"
         elif loop.has_optimized:
@@ -178,9 +174,12 @@ class Recognition:
         self._backward_depth += 1
         if self._backward_depth > 1:
             return
-        if not self._count_backward():
+        loop = self._loop
+        if loop.is_open and not self._fetched and not self.evaluates:
+            loop.backwards += 1  # as in `_count_backward`, without a call
+        elif not self._count_backward():
             return
-        if self._loop.optimizer_calls and not self._optimizers:
+        if loop.optimizer_calls and not self._optimizers:
             self._begin_step_of_known_optimizer()
         session = self._session
         if session.marks_compute:

@@ -212,13 +212,14 @@ class Session:
             self.loop.has_optimizer = self._events.has_optimizer
             self.recognition.has_one_optimizer = self._events.has_one_optimizer
             self.loop.watcher = self.recognition
+            self.loop.after_step = self.step_ended
 
     def unwatch_torch(self) -> None:
         """Recognize nothing any more."""
         if self._events is not None:
             self._events.stop()
             self._events = None
-            self.loop.watcher = None
+            self.loop.watcher = self.loop.after_step = None
 
     def backward_ran(self) -> None:
         """A pipeline schedule ran a backward pass with `torch.autograd.grad`, which torch's events

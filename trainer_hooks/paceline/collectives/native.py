@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 from paceline.collectives.build import find_library, start_build
@@ -182,6 +183,9 @@ class NativeRecorder:
         self._library = library
         self._c10d: Any = distributed_c10d
         self.channels = Channels(recorder, distributed_c10d)
+        writer: Any = recorder
+        # Writes what was recorded since the last step boundary; without a function in Python.
+        self.at_boundary: Callable[[], None] = partial(writer.take_rows, library.take_rows)
         self._define = DEFINE(self._define_group)
 
     def install(self) -> None:
@@ -197,11 +201,6 @@ class NativeRecorder:
         if self._library.recorder is self:
             self._library.functions.pl_stop()
             self._library.recorder = None
-
-    def at_boundary(self) -> None:
-        """Write what was recorded since the last step boundary."""
-        writer: Any = self._recorder
-        writer.take_rows(self._library.take_rows)
 
     def finish(self) -> None:
         """Record the calls that have completed."""
