@@ -82,6 +82,10 @@ class Cluster:
     library: Path | None = None  # directory of the emulated driver
     telemetry: str = "emulated"  # "emulated", "driver" or "none"
     server: subprocess.Popen[bytes] | None = None
+    host: str = "127.0.0.1"  # address of the server
+    database_url: str = field(init=False)
+    agent_token: str | None = None  # None: agents and users of this machine need none
+    operator_token: str | None = None
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
@@ -91,7 +95,18 @@ class Cluster:
         self.memory = Path(tempfile.mkdtemp(prefix=prefix, dir=shared if shared.is_dir() else None))
         remove_stale_rings(self.memory.parent)
         self.port = free_port(self.port)
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{self.host}:{self.port}"
+        self.database_url = f"sqlite:///{self.directory / 'paceline.db'}"
+
+    def use_network(self, server_address: str) -> None:
+        """Have the server listen on a network of its nodes, which needs tokens; before `launch`.
+
+        Ranks use the interface `eth0` of their nodes.
+        """
+        self.host = server_address
+        self.url = f"http://{self.host}:{self.port}"
+        self.agent_token = self._create_token("agent")
+        self.operator_token = self._create_token("operator")
 
     def start(self) -> None:
         """Start server and agents and wait until every node has reported.
@@ -124,8 +139,8 @@ class Cluster:
         """Return the command of the server."""
         return [
             *(sys.executable, "-m", "paceline_cli", "server"),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--database-url", f"sqlite:///{self.directory / 'paceline.db'}"),
+            *("--host", self.host, "--port", str(self.port)),
+            *("--database-url", self.database_url),
         ]
 
     def wait_for_server(self, on_wait: Callable[[], None]) -> None:
@@ -168,17 +183,7 @@ class Cluster:
 
     def processes(self) -> list[int]:
         """Return the PIDs of all live processes of this run, except this one."""
-        wanted = f"{MARK}={self.mark}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            try:
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:  # it ended meanwhile, or belongs to another user
-                continue
-        return found
+        return processes_with(MARK, self.mark)
 
     def close(self) -> int:
         """Stop everything. Return how many orphaned processes had to be killed."""
@@ -210,13 +215,25 @@ class Cluster:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every process of the cluster."""
-        return {
+        environment = {
             **os.environ,
             MARK: self.mark,
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",  # the demo emulates its GPUs, even on a GPU machine
         }
+        if self.agent_token is not None:
+            environment |= {"PACELINE_AGENT_TOKEN": self.agent_token, "GLOO_SOCKET_IFNAME": "eth0"}
+        return environment
+
+    def _create_token(self, scope: str) -> str:
+        program = [sys.executable, "-m", "paceline_cli", "server"]
+        database = ["--database-url", self.database_url]
+        options = ["token", "create", "--name", scope, "--nodes", "0", "--scope", scope]
+        created = subprocess.run(
+            [*program, *database, *options], capture_output=True, text=True, check=True
+        )
+        return created.stdout.strip()
 
     def _gpu_library(self) -> Path | None:
         """Return the emulated driver's directory; None with a real driver or without a compiler."""
@@ -239,11 +256,13 @@ class Cluster:
     ) -> None:
         """Poll how many nodes have reported (None: the server does not respond) until `is_done`."""
         assert self.server is not None
+        token = self.operator_token
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.server.poll() is None:
             reporting = None
             with contextlib.suppress(httpx.TransportError):
-                response = httpx.get(f"{self.url}/api/v1/nodes", timeout=2)
+                response = httpx.get(f"{self.url}/api/v1/nodes", headers=headers, timeout=2)
                 if response.status_code == 200:
                     reporting = len(response.json()["items"])
             if is_done(reporting):
@@ -254,6 +273,21 @@ class Cluster:
         raise click.ClickException(
             f"server and agents did not start; the server's log ends with:\n{log}"
         )
+
+
+def processes_with(variable: str, value: str) -> list[int]:
+    """Return the live processes that have this in their environment, except this one."""
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:  # it ended meanwhile, or belongs to another user
+            continue
+    return found
 
 
 def _own_user() -> list[str]:

@@ -191,7 +191,7 @@ def _names(finding: Finding, fault: TrialFault) -> bool:
     if fault.kind == "slow_node":
         return finding.node == _node(fault) and named <= set(fault.ranks)
     if fault.way == "disconnect" and finding.rank is None:
-        return True  # nothing tells which end broke the connection
+        return True  # nothing shows which end broke the connection
     if fault.ranks:
         return named == set(fault.ranks)
     return True

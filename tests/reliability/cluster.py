@@ -18,10 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
-
-from paceline_cli.client import Client
-from paceline_demo.cluster import START_SECONDS, Cluster, EmulatedNode
+from paceline_demo.cluster import Cluster, EmulatedNode
 from paceline_demo.faults import descendants
 
 NODES = 4  # a job of two nodes, and two spares
@@ -74,42 +71,19 @@ class CampaignCluster(Cluster):
         fake_clock: bool = False,
     ) -> None:
         super().__init__(NODES, 0)
-        self._database_url = database_url
+        if database_url is not None:
+            self.database_url = database_url
         self._namespaces = namespaces
         self._fake_clock = fake_clock
-        self.operator_token: str | None = None  # None: use the user's own tokens
-        self._agent_token: str | None = None
         # prefix of the command of a node's agent
         self.prefixes: dict[int, list[str]] = {}
         if namespaces:
-            self.url = f"http://{_SERVER}:{self.port}"
             _add_bridge()
             for number in range(NODES):
                 _add_namespace(number)
-            self._agent_token = self._create_token("agent")
-            self.operator_token = self._create_token("operator")
+            self.use_network(_SERVER)
+            assert self.operator_token is not None
             os.environ["PACELINE_TOKEN"] = self.operator_token  # read by `paceline run`
-
-    def start(self) -> None:
-        self.launch()
-        with Client(self.url, self.operator_token) as client:
-
-            def are_ready() -> bool:
-                with contextlib.suppress(click.ClickException):  # the server does not respond yet
-                    return len(client.items("/nodes")) == NODES
-                return False
-
-            if not wait_until(are_ready, START_SECONDS):
-                log = (self.directory / "server.log").read_text(errors="replace")[-2000:]
-                raise click.ClickException(f"server and agents did not start: {log}")
-
-    def server_command(self) -> list[str]:
-        command = super().server_command()
-        if self._database_url is not None:
-            command[command.index("--database-url") + 1] = self._database_url
-        if self._namespaces:
-            command[command.index("--host") + 1] = _SERVER
-        return command
 
     def agent_command(self, node: EmulatedNode) -> list[str]:
         command = super().agent_command(node)
@@ -120,13 +94,6 @@ class CampaignCluster(Cluster):
             command += ["--allow-plain-http"]
             command = ["ip", "netns", "exec", namespace(node.number), *command]
         return [*self.prefixes.get(node.number, ()), *command]
-
-    def environment(self) -> dict[str, str]:
-        environment = super().environment()
-        if self._agent_token is not None:
-            environment["PACELINE_AGENT_TOKEN"] = self._agent_token
-            environment["GLOO_SOCKET_IFNAME"] = "eth0"
-        return environment
 
     def start_agent(self, node: EmulatedNode) -> None:
         if self._fake_clock:
@@ -165,13 +132,6 @@ class CampaignCluster(Cluster):
             _run("ip", "link", "del", _BRIDGE, check=False)
             os.environ.pop("PACELINE_TOKEN", None)
         return orphans
-
-    def _create_token(self, scope: str) -> str:
-        server = self.server_command()
-        server = server[: server.index("server") + 1]
-        database = self._database_url or f"sqlite:///{self.directory / 'paceline.db'}"
-        options = ["--database-url", database, "token", "create", "--name", scope, "--nodes", "0"]
-        return _run(*server, *options, "--scope", scope).strip()
 
 
 def namespace(number: int) -> str:

@@ -13,10 +13,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import click
-
 from paceline_cli.client import Client
-from paceline_demo.cluster import START_SECONDS, Cluster, EmulatedNode, free_port, start_process
+from paceline_demo.cluster import (
+    Cluster,
+    EmulatedNode,
+    free_port,
+    processes_with,
+    start_process,
+)
 from paceline_evaluation.foreign.network_nodes import NetworkNodes, why_unavailable
 
 NODES = 2
@@ -36,8 +40,6 @@ class ForeignCluster(Cluster):
         self._cleanup = ExitStack()
         self.network: NetworkNodes | None = None
         self.why_no_network = why_unavailable()
-        self._agent_token: str | None = None
-        self._operator_token: str | None = None
         self._launchers: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -56,19 +58,12 @@ class ForeignCluster(Cluster):
             shutil.copytree(TRAINERS, self.directory / "trainers")
             if self.why_no_network is None:
                 self._add_network()
-            self.launch()
-            with Client(self.url, self._operator_token) as client:
-                self._wait_for(client)
+            self.start()
+            with Client(self.url, self.operator_token) as client:
                 yield client
         finally:
             self.close()
             self.remove_logs()
-
-    def server_command(self) -> list[str]:
-        command = super().server_command()
-        if self.network is not None:
-            command[command.index("--host") + 1] = self.network.server_address
-        return command
 
     def agent_command(self, node: EmulatedNode) -> list[str]:
         command = super().agent_command(node)
@@ -76,13 +71,6 @@ class ForeignCluster(Cluster):
             return command
         command[command.index("--address") + 1] = self.network.address(node.number)
         return [*self.network.inside(node.number), *command, "--allow-plain-http"]
-
-    def environment(self) -> dict[str, str]:
-        environment = super().environment()
-        if self._agent_token is not None:
-            environment["PACELINE_AGENT_TOKEN"] = self._agent_token
-            environment["GLOO_SOCKET_IFNAME"] = "eth0"
-        return environment
 
     def start_training(self, job_id: str, ranks: int, script: str, *arguments: str) -> None:
         """Start a training with `paceline watch -- torchrun` on each node."""
@@ -116,7 +104,7 @@ class ForeignCluster(Cluster):
         """End all processes of a training, also those that are stopped."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + _END_SECONDS
-            while (left := _processes_of(job_id)) and time.monotonic() < deadline:
+            while (left := processes_with("PACELINE_JOB", job_id)) and time.monotonic() < deadline:
                 for pid in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
@@ -133,47 +121,11 @@ class ForeignCluster(Cluster):
         return orphans
 
     def _add_network(self) -> None:
-        """Connect the nodes to each other and to the server, which needs credentials then."""
+        """Connect the nodes to each other and to the server."""
         self.network = NetworkNodes(NODES, self._cleanup)
         self.network.connect_to_server()
-        self.url = f"http://{self.network.server_address}:{self.port}"
-        self._agent_token = self._create_token("agent")
-        self._operator_token = self._create_token("operator")
+        self.use_network(self.network.server_address)
 
     def _gpu_library(self) -> Path | None:
         self.telemetry = "none"  # ranks compute on CPUs
         return None
-
-    def _wait_for(self, client: Client) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            with contextlib.suppress(click.ClickException):  # the server does not respond yet
-                if len(client.items("/nodes")) == NODES:
-                    return
-            time.sleep(0.2)
-        log = (self.directory / "server.log").read_text(errors="replace")[-2000:]
-        raise click.ClickException(f"server and agents did not start: {log}")
-
-    def _create_token(self, scope: str) -> str:
-        program = [sys.executable, "-m", "paceline_cli", "server"]
-        database = f"sqlite:///{self.directory / 'paceline.db'}"
-        options = ["--database-url", database, "token", "create", "--name", scope, "--nodes", "0"]
-        created = subprocess.run(
-            [*program, *options, "--scope", scope], capture_output=True, text=True, check=True
-        )
-        return created.stdout.strip()
-
-
-def _processes_of(job_id: str) -> list[int]:
-    """Return the live processes of a training: its launchers, ranks and loader workers."""
-    wanted = f"PACELINE_JOB={job_id}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:  # it ended meanwhile, or belongs to another user
-            continue
-    return found
