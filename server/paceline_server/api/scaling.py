@@ -15,7 +15,8 @@ _RATES = ("tokens_per_second", "samples_per_second")
 def scaling(session: Session, job: models.JobRow) -> schemas.ScalingModel | None:
     """Return the throughput per rank over that of the smallest earlier run.
 
-    Of several runs of that size the newest counts. None: there is none, or it counted nothing.
+    The newest of several runs of that size counts. Returns None without such a run, or if it
+    counted nothing.
     """
     rates = [name for name in _RATES if _rate(job.ledger.efficiency, name) is not None]
     if not rates:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from paceline_server.detect.observation import Generation
-from paceline_server.detect.telemetry import Telemetry
+from paceline_server.detect.observation import Generation, Observation
 from paceline_wire import metric_names
 
 WAIT = metric_names.RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL
@@ -18,16 +17,17 @@ LEAST_SHARE = 0.1
 _EVENS_OUT_SECONDS = 5.0
 
 
-def cpu_wait_share(telemetry: Telemetry, generation: Generation, now_ns: int) -> float | None:
+def cpu_wait_share(observation: Observation, generation: Generation) -> float | None:
     """Return the median over ranks of the share of recent time in which they waited for a CPU.
 
     None if it is not measured.
     """
+    telemetry, since_ns = observation.telemetry, observation.now_ns - RECENT_NS
     rates = []
     for rank, node in list(generation.nodes.items())[:MOST_RANKS]:
         labels = {"job": generation.job, "rank": str(rank)}
         series = telemetry.find(node, WAIT, **labels) or telemetry.find(node, WAIT, rank=str(rank))
-        rate = None if series is None else series.rate_since(now_ns - RECENT_NS)
+        rate = None if series is None else series.rate_since(since_ns)
         if rate is not None:
             rates.append(min(rate, 1.0))
     return median(rates) if rates else None

@@ -21,8 +21,6 @@ MAXIMUM_REVOCABLE_STEPS = 1 << 16
 
 _MEASURED = ("compute", "communication", "bubble", "data_wait", "optimizer", "checkpoint")
 _SPLIT = tuple(name.removesuffix("_seconds") for name in StepGoodput.__struct_fields__)
-
-
 _COUNTS = ("samples", "tokens")
 
 

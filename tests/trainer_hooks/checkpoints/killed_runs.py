@@ -116,6 +116,19 @@ def train_replicated(directory: Path, log: Log, wrap: Callable[[Model], Any], ki
         scheduler=scheduler,
         loader=loader,
     )
+    train(state, log, model, optimizer, (loader, sampler), scheduler.step)
+
+
+def train(
+    state: paceline.Checkpoints,
+    log: Log,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    data: tuple[Any, Any],
+    end_epoch: Callable[[], object] = lambda: None,
+) -> None:
+    """Train all epochs; `data` is the loader and its sampler."""
+    loader, sampler = data
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for x, y in paceline.steps(loader, state=state):
@@ -124,7 +137,7 @@ def train_replicated(directory: Path, log: Log, wrap: Callable[[Model], Any], ki
             optimizer.step()
             optimizer.zero_grad()
             log.step(state.step, loss.detach(), (x, y))
-        scheduler.step()
+        end_epoch()
     state.wait()
     finish(log, model.state_dict(), optimizer)
 
@@ -161,16 +174,7 @@ def fsdp2_tp(directory: Path, log: Log) -> None:
     state = paceline.Checkpoints(
         directory / "checkpoints", every=EVERY, model=model, optimizer=optimizer
     )
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
-        for x, y in paceline.steps(loader, state=state):
-            loss = (model(x) - y).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            log.step(state.step, loss.detach(), (x, y))
-    state.wait()
-    finish(log, model.state_dict(), optimizer)
+    train(state, log, model, optimizer, (loader, sampler))
 
 
 def pipelining(directory: Path, log: Log) -> None:

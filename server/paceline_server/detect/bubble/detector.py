@@ -113,7 +113,7 @@ class BubbleDetector(Detector):
         }
         cost = min(max(shares[name], 0.0), 1.0)
         cause, advice = _REPORTED[name]
-        waits = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns) or 0.0
+        waits = cpu_wait_share(observation, self.generation) or 0.0
         is_busy = name in _DONE_BY_HOST and waits >= LEAST_SHARE
         if is_busy:  # the host does this work, and has no CPU for it
             cause, advice = CPU_CONTENTION, ""

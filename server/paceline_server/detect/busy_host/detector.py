@@ -39,7 +39,7 @@ class BusyHostDetector(Detector):
         if not observation.timings or now_ns < self._checked_ns + settings.check_seconds * 1e9:
             return []
         self._checked_ns = now_ns
-        share = cpu_wait_share(observation.telemetry, self.generation, now_ns)
+        share = cpu_wait_share(observation, self.generation)
         if share is None:
             return []
         is_busy = share >= (settings.over if self._active else settings.share)

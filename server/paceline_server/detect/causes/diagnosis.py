@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.catalog import CAUSES, GPU_XID, UNKNOWN
@@ -83,8 +83,9 @@ def diagnose(
     node = node or generation.node(rank)
     if node is None:
         return Diagnosis(not_measured=_subjects_not_measured(kind, ()))
-    suspect = _suspect(rank, node, onset_ns, onset_step, observation, generation, kind, slowdown)
-    suspect = replace(suspect, own_share=own_share)
+    suspect = _suspect(
+        rank, node, onset_ns, onset_step, observation, generation, kind, slowdown, own_share
+    )
     diagnosis = _diagnosis_of(suspect, _run_checks(suspect))
     if peer is not None and (other_node := generation.node(peer)) not in (None, node):
         assert other_node is not None
@@ -121,6 +122,7 @@ def _suspect(
     generation: Generation,
     kind: str,
     slowdown: float | None,
+    own_share: float | None = None,
 ) -> Suspect:
     tolerance = _CLOCK_ERROR_SECONDS + _ONSET_ERROR_STEPS * (observation.step_seconds_p99 or 0.0)
     return Suspect(
@@ -134,6 +136,7 @@ def _suspect(
         tolerance_seconds=min(tolerance, _MAX_TOLERANCE_SECONDS),
         observation=observation,
         generation=generation,
+        own_share=own_share,
     )
 
 

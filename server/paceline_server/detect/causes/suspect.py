@@ -106,12 +106,9 @@ class Suspect:
     def _used_interfaces(self) -> set[str]:
         """Return the interfaces of the ranks' connections; empty if they are not known."""
         telemetry, job = self.observation.telemetry, self.generation.job
-        name = metric_names.RANK_TCP_INTERFACE_INFO
-        return {
-            found.get("device", "")
-            for rank in self.ranks
-            for found, _ in telemetry.all_of(self.node, name, job=job, rank=str(rank))
-        }
+        ranks = set(map(str, self.ranks))
+        all_ranks = telemetry.all_of(self.node, metric_names.RANK_TCP_INTERFACE_INFO, job=job)
+        return {found.get("device", "") for found, _ in all_ranks if found.get("rank") in ranks}
 
     def series(self, metric: str, device: MeasuredDevice) -> MetricSeries | None:
         found = self.observation.telemetry.find(device.node, metric, **device.labels)

@@ -175,7 +175,7 @@ class SlowDataDetector(Detector):
                 continue
             finding = self._finding(fingerprint, active, observation)
             # A loader that waits for a CPU by chance is late by no more than ranks wait for one.
-            share = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns)
+            share = cpu_wait_share(observation, self.generation)
             if gain(finding.cost_ratio or 0.0) >= largest_accident(share, seconds):
                 active.finding = finding
                 findings.append(finding)

@@ -298,7 +298,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
 
     def is_certain(self, reported: _ReportedRoute, now_ns: int, observation: Observation) -> bool:
         """Return whether more is slow than a host whose ranks wait for a CPU by chance."""
-        share = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns)
+        share = cpu_wait_share(observation, self.generation)
         seconds = (now_ns - reported.onset_ns) / 1e9
         return (self.slowdown(reported) or 1.0) >= largest_accident(share, seconds)
 

@@ -202,7 +202,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         """Return whether more is slow than a rank that waits for a CPU by chance."""
         if reported.is_reported:
             return True
-        share = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns)
+        share = cpu_wait_share(observation, self.generation)
         seconds = (now_ns - reported.onset_ns) / 1e9
         return self.slowdown(reported) >= largest_accident(share, seconds)
 
@@ -279,7 +279,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
         typical = column_medians(rows)
         findings = self._chronic_recoveries(rows, observation)
-        share = cpu_wait_share(observation.telemetry, self.generation, observation.now_ns)
+        share = cpu_wait_share(observation, self.generation)
         accident = math.log(largest_accident(share, measured_ns / 1e9))
         is_clear = level >= max(self._levels.needed * _error_of_median(rows), accident)
         for rank in np.flatnonzero(is_clear & (level >= math.log(least))).tolist():
@@ -429,9 +429,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         unit, before = active.unit, active.finding
         slowdown = self.slowdown(active)
         is_host = active.way == "host"
-        seconds = self._own_seconds if is_host else self._self_seconds
-        own = column_medians(np.array(seconds)[:, list(unit.ranks)])
-        self_seconds = float(np.nan_to_num(own).max())
+        self_seconds = self._recent_own_seconds(active)
         speedup = None
         if observation.replay is not None and not is_host:  # it replays microbatches
             speedup = observation.replay.speedup(ranks=unit.ranks, since_step=before.onset_step)
@@ -475,8 +473,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         """Return the share of step time that is lost."""
         if (cost := cost_of(speedup)) is not None:
             return cost
-        recent = [step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]
-        step_seconds = float(np.median(recent))
+        step_seconds = self._recent_step_seconds()
         return min(max(extra_seconds / step_seconds, 0.0), 1.0) if step_seconds > 0 else 0.0
 
     def diagnose(
@@ -496,15 +493,19 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
 
     def _own_share(self, reported: _ReportedStraggler, slowdown: float) -> float | None:
         """Return the own work of its slowest rank at the usual speed, as a share of the step."""
-        seconds = self._own_seconds if reported.way == "host" else self._self_seconds
-        own = column_medians(np.array(seconds)[:, list(reported.unit.ranks)])
-        step_seconds = float(
-            np.median([step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]])
-        )
-        own_seconds = float(np.nan_to_num(own).max())
+        own_seconds, step_seconds = self._recent_own_seconds(reported), self._recent_step_seconds()
         if own_seconds <= 0.0 or not step_seconds > 0.0:
             return None
         return min(own_seconds / slowdown / step_seconds, 1.0)
+
+    def _recent_own_seconds(self, reported: _ReportedStraggler) -> float:
+        """Return the own work per step of its slowest rank."""
+        seconds = self._own_seconds if reported.way == "host" else self._self_seconds
+        own = column_medians(np.array(seconds)[:, list(reported.unit.ranks)])
+        return float(np.nan_to_num(own).max())
+
+    def _recent_step_seconds(self) -> float:
+        return float(np.median([step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]))
 
 
 def _error_of_median(rows: Floats) -> float:
