@@ -9,6 +9,9 @@
 is enough. Without an agent on this node the hooks do nothing, and log that once. During a step the
 hooks do no I/O, take no lock and start no thread. They never raise an error into the training: an
 error of Paceline is counted and logged once.
+
+`Checkpoints`, `should_checkpoint` and `should_stop` are for scripts that follow the server's
+requests. They start a thread, which agrees with the other ranks on a step.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class BatchCounter:
         self.samples = self.tokens = 0
 
     def _learn(self, batch: Any) -> tuple[Any, ...]:
-        """Find the counted tensor. Raises LookupError if there is none."""
+        """Find the counted tensor. Raises LookupError if the batch has no tensor with a shape."""
         path, tensor = _find(batch, 0)
         self._path, self._has_tokens = path, _is_tokens(tensor)
         name = f'"{path[-1]}"' if path and isinstance(path[-1], str) else "first tensor"

@@ -571,7 +571,7 @@ def describe_model(
         >>> paceline.describe_model(flops_per_token=6 * parameters)
     """
     session = _session
-    if session is not None:
+    if session is not None and get_ident() == _owner:
         given = {
             "flops_per_token": flops_per_token,
             "flops_per_sample": flops_per_sample,
@@ -649,7 +649,8 @@ def pending() -> Control | None:
 
     Returns:
         The command, with `kind` (a `ControlKind`) and `target_step`, the first step to obey it at;
-        None if there is none. A `CANCEL` withdraws the command before it: answer it with DONE.
+        None if no command is pending. A `CANCEL` withdraws the command before it: answer it with
+        DONE.
 
     Example:
         >>> command = paceline.pending()

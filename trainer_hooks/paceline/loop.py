@@ -251,8 +251,8 @@ class Loop:
                         self.watcher.iteration_begins()
                     except Exception:
                         self._recorder.failures += 1
-                is_marked_here = self.is_open and not self.is_explicit
-                if is_marked_here and (self.optimizer_calls or self._is_over()):
+                may_end = self.is_open and not self.is_explicit
+                if may_end and (self.optimizer_calls or self._is_over()):
                     self.end_step()
                 self.begin_wait()
                 try:

@@ -229,7 +229,7 @@ class Session:
             self.recognition.backward_ran()
 
     def step_ended(self) -> None:
-        """Describe what was recognized, after some of the first steps."""
+        """Watch modules that were loaded in the step; after some steps, describe and measure."""
         events, ended = self._events, self.steps_ended
         if events is not None:
             if events.known_modules != len(sys.modules):

@@ -118,7 +118,10 @@ class TorchEvents:
         @wraps(original)
         def patch_step_function(optimizer: Any) -> None:
             self._has_optimizer = True
-            self._optimizers.add(optimizer)
+            try:
+                self._optimizers.add(optimizer)
+            except TypeError:  # a class of optimizers that cannot be hashed
+                self._had_optimizer = True
             original(optimizer)
 
         return patch_step_function
