@@ -288,6 +288,18 @@ def own_optimizer_in_steps() -> None:
                 parameter -= 0.1 * parameter.grad
 
 
+def optimizer_without_a_hash() -> None:
+    class Comparable(torch.optim.SGD):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    model = model_of()
+    optimizer = Comparable(model.parameters(), lr=0.1)
+    for (batch,) in loader():
+        model(batch).sum().backward()
+        optimizer.step()
+
+
 # The first: later ones find a class of torch's optimizers that was used.
 SCENARIOS: list[Callable[[], None]] = [
     own_optimizer_in_steps,
@@ -315,6 +327,7 @@ SCENARIOS: list[Callable[[], None]] = [
     two_loaders,
     saving,
     own_calls,
+    optimizer_without_a_hash,
 ]
 
 if __name__ == "__main__":
