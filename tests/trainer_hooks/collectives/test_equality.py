@@ -11,29 +11,66 @@ import pytest
 
 from tests.ports import free_port
 
+# Each parallelism in turn. With four ranks, FSDP2 and tensor parallelism are combined.
 TRAINER = """
 import hashlib, os, sys, torch, torch.distributed as dist, paceline
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 dist.init_process_group("gloo")
-rank = dist.get_rank()
+rank, ranks = dist.get_rank(), dist.get_world_size()
 if os.environ["PACELINE_RING_DIRECTORY"]:
     paceline.init()
-torch.manual_seed(1)
-layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())]
-model = nn.Sequential(*layers)
-model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=32 * 33 * 4 / 2**20)
-optimizer = torch.optim.AdamW(model.parameters())
-data = torch.Generator().manual_seed(rank)
-for step in paceline.steps(range(50)):
-    optimizer.zero_grad()
-    model(torch.randn(8, 32, generator=data)).square().mean().backward()
-    optimizer.step()
+WIDTH = 32
+def layers(count):
+    torch.manual_seed(1)
+    made = [layer for _ in range(count) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*made)
+def split(model, mesh):
+    plan = {str(2 * n): ColwiseParallel() if n % 2 == 0 else RowwiseParallel() for n in range(4)}
+    return parallelize_module(model, mesh, plan)
+def shard(model, mesh):
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+def train(name, model, passes=None):
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = torch.Generator().manual_seed(0 if "tp" in name else rank)
+    for step in paceline.steps(range(50)):
+        optimizer.zero_grad()
+        batch = torch.randn(8, WIDTH, generator=data)
+        if passes is None:
+            model(batch).square().mean().backward()
+        else:
+            passes(batch)
+        optimizer.step()
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        digest.update(local.detach().contiguous().numpy().tobytes())
+    print(name, digest.hexdigest())
+def pipeline():
+    model = layers(2)
+    stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.MSELoss())
+    def passes(batch):
+        target = {"target": torch.ones_like(batch)} if rank == ranks - 1 else {}
+        schedule.step(*([batch] if rank == 0 else []), **target)
+    train("pp", model, passes)
+bucket = WIDTH * (WIDTH + 1) * 4 / 2**20
+train("ddp", nn.parallel.DistributedDataParallel(layers(12), bucket_cap_mb=bucket))
+mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+train("fsdp2", shard(layers(4), mesh))
+train("tp", split(layers(4), dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))))
+if ranks == 4:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    train("fsdp2_tp", shard(split(layers(4), mesh["tp"]), mesh["dp"]))
+pipeline()
 paceline.finish()
-digest = hashlib.sha256()
-for parameter in model.parameters():
-    digest.update(parameter.detach().numpy().tobytes())
-print(digest.hexdigest())
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # a mesh keeps gloo's threads alive, which may abort when the interpreter ends
 """
 
 
@@ -62,48 +99,54 @@ dist.destroy_process_group()
 """
 
 
-def outputs_of_two_ranks(source: str, ring_directory: str, pure: str = "") -> set[str]:
-    """Run two ranks; return what their scripts printed: gloo before torch 2.10 prints, too."""
+def outputs(source: str, ring_directory: str, pure: str = "", ranks: int = 2) -> list[str]:
+    """Run the ranks; return what each script printed, without gloo's own lines."""
     environment = {
         **os.environ,
         "PACELINE_RING_DIRECTORY": ring_directory,
         "PACELINE_JOB": "local",
         "PACELINE_PURE_PYTHON": pure,
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OTHER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
-    ranks = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", source],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
-    printed = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    return {"\n".join(line for line in lines if "[Gloo]" not in line) for lines in printed}
+    printed = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks
+    return ["\n".join(line for line in lines if "[Gloo]" not in line) for lines in printed]
 
 
 @pytest.mark.parametrize(
-    "pure", [pytest.param("", id="built"), pytest.param("1", id="pure", marks=pytest.mark.campaign)]
+    ("ranks", "pure"),
+    [
+        pytest.param(2, "", id="two ranks"),
+        pytest.param(4, "", id="four ranks", marks=pytest.mark.campaign),
+        pytest.param(2, "1", id="pure Python", marks=pytest.mark.campaign),
+    ],
 )
 def test_weights_after_50_steps_are_bit_equal_with_and_without_the_hooks(
-    tmp_path: Path, pure: str, library_of_process_groups: None
+    tmp_path: Path, ranks: int, pure: str, library_of_process_groups: None
 ) -> None:
-    without = outputs_of_two_ranks(TRAINER, "")
-    with_hooks = outputs_of_two_ranks(TRAINER, str(tmp_path), pure)
-    assert len(without) == 1
+    without = outputs(TRAINER, "", ranks=ranks)
+    with_hooks = outputs(TRAINER, str(tmp_path), pure, ranks)
+    kinds = ["ddp", "fsdp2", "tp", *["fsdp2_tp"] * (ranks == 4), "pp"]
+    assert [line.split()[0] for line in without[0].splitlines()] == kinds
     assert with_hooks == without
-    assert len(list(tmp_path.glob("*.ring"))) == 2
+    assert len(list(tmp_path.glob("*.ring"))) == ranks
 
 
 @pytest.mark.parametrize("pure", ["", "1"], ids=["built", "pure"])
 def test_calls_that_complete_after_finish_harm_nothing(
     tmp_path: Path, pure: str, library_of_process_groups: None
 ) -> None:
-    assert outputs_of_two_ranks(LATE, str(tmp_path), pure) == {"done"}
+    assert outputs(LATE, str(tmp_path), pure) == ["done", "done"]
