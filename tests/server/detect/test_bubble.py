@@ -8,7 +8,9 @@ from simulated_step import START_NS, SimulatedStep, gpipe, one_forward_one_backw
 from watched import Watched
 
 from paceline_server.detect.bubble.detector import BubbleDetector
+from paceline_server.detect.bubble.settings import BubbleSettings
 from paceline_server.detect.host_load import WAIT
+from paceline_server.policy import Policy
 from paceline_server.steps.schedule import bubble_theory
 from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
@@ -61,16 +63,33 @@ def test_a_lasting_excess_is_reported_with_its_cause(cause, changes):
     assert "zero-bubble" in found.advice
 
 
-def test_idle_time_of_ranks_that_wait_for_a_cpu_is_not_blamed_on_transfers():
-    job = a_job(transfer_seconds=0.015)
-    watched = Watched(BubbleDetector, job.topology, metadata={"schedule": "1f1b"})
+def show_waits(watched, share):
+    """Report that each rank waits for a CPU for this share of the time."""
     for rank in range(8):
         labels, node = {"job": "job", "rank": str(rank)}, watched.generation.node(rank)
         for second in range(0, 300, 5):
-            sample = Sample(WAIT, labels, 0.3 * second, START_NS + second * 10**9)
+            sample = Sample(WAIT, labels, share * second, START_NS + second * 10**9)
             watched.telemetry.add(node, sample)
+
+
+def test_idle_time_of_ranks_that_wait_for_a_cpu_is_not_blamed_on_transfers():
+    job = a_job(transfer_seconds=0.015)
+    watched = Watched(BubbleDetector, job.topology, metadata={"schedule": "1f1b"})
+    show_waits(watched, share=0.3)
     [found] = watched.show(job.play(step) for step in range(30))
     assert (found.cause, found.severity) == ("CPU contention", "info")
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_young_job_is_judged_once_it_is_known_whether_its_cpus_are_busy(is_measured):
+    job = a_job(transfer_seconds=0.015)
+    watched = Watched(BubbleDetector, job.topology)
+    settings = BubbleSettings(host_load_seconds=345.0)  # a step begins each 10 s
+    watched.detector = BubbleDetector(watched.generation, Policy(), settings)
+    if is_measured:
+        show_waits(watched, share=0.0)
+    [found] = watched.show(job.play(step) for step in range(60))
+    assert (found.step < 30) if is_measured else (found.step == 35)
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])

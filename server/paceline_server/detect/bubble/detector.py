@@ -59,6 +59,7 @@ class BubbleDetector(Detector):
         super().__init__(generation, policy)
         self.settings = settings
         self._steps: deque[tuple[int, list[StageBubble]]] = deque(maxlen=settings.window_steps)
+        self._first_ns: int | None = None  # when the first step was seen
         self._active: Finding | None = None
 
     def update(self, observation: Observation) -> list[Finding]:
@@ -66,6 +67,8 @@ class BubbleDetector(Detector):
             self._steps.clear()
             return self._clear(observation, "Another finding explains the bubble.")
         findings = []
+        if observation.steps and self._first_ns is None:
+            self._first_ns = observation.now_ns
         for summary in self.after_warmup(observation.steps):
             if summary.bubbles and summary.bubbles[0].excess_ratio is not None:
                 self._steps.append((summary.step, summary.bubbles))
@@ -78,14 +81,22 @@ class BubbleDetector(Detector):
         causes = [_cause(bubbles) for _, bubbles in self._steps]
         bad = [cause for cause, share in causes if share >= self._limit(cause)]
         if len(bad) >= self.settings.hits:
-            if self._active is None:
-                self._active = self._finding(max(set(bad), key=bad.count), observation)
+            cause = max(set(bad), key=bad.count)
+            if self._active is None and not self._awaits_host_load(cause, observation):
+                self._active = self._finding(cause, observation)
                 return [self._active]
         elif len(causes) - len(bad) >= self.settings.hits:
             return self._clear(
                 observation, "The pipeline no longer idles more than its schedule requires."
             )
         return []
+
+    def _awaits_host_load(self, cause: str, observation: Observation) -> bool:
+        """Return whether the job is so young that it may not be known yet if its CPUs are busy."""
+        assert self._first_ns is not None
+        is_young = observation.now_ns - self._first_ns < self.settings.host_load_seconds * 1e9
+        is_unknown = cpu_wait_share(observation, self.generation) is None
+        return cause in _DONE_BY_HOST and is_young and is_unknown
 
     def _limit(self, cause: str) -> float:
         if cause in _REPORTED_BY_OTHERS:

@@ -18,6 +18,8 @@ class BubbleSettings:
     hits: int = 16  # steps of the window in which the excess must occur
     # Excess from which the severity is warning instead of info.
     warning_excess: float = 0.25
+    # The agents have measured by then how long ranks wait for a CPU.
+    host_load_seconds: float = 10.0
 
 
 DEFAULTS = BubbleSettings()
