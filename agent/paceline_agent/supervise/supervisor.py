@@ -319,7 +319,8 @@ class Supervisor:
             "PACELINE_GPU_UUID": self._gpu_uuid(spec.gpu),
         }
         # Unbuffered: the last output of a rank that dies must not be lost.
-        defaults = {"PYTHONUNBUFFERED": "1", **self._visible_gpus(command)}
+        # PACELINE: a script without a line of Paceline is recorded as well.
+        defaults = {"PYTHONUNBUFFERED": "1", "PACELINE": "1", **self._visible_gpus(command)}
         inherited = {**defaults, **self._environment, **self._account(), "PATH": self._path()}
         inherited |= command.environment
         return inherited | {name: str(value) for name, value in own.items() if value is not None}

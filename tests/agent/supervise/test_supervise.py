@@ -65,6 +65,7 @@ def test_a_rank_gets_its_environment_and_its_output_is_kept(
         "MASTER_PORT": "29500",
         "PACELINE_RING_DIRECTORY": str(agent.directory / "rings"),
         "PACELINE_NODE_DIRECTORY": str(agent.directory),
+        "PACELINE": "1",
         "PACELINE_JOB": "job-a",
         "PACELINE_GENERATION": "3",
         "PACELINE_DP": "2",

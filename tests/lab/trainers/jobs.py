@@ -96,14 +96,14 @@ class TrainingCluster:
     def orders(self) -> Path:
         return self.cluster.directory / "orders.json"
 
-    def start(self, trainer: str, fault: str, script: Path = WITH_LINES, **environment: str) -> str:
+    def start(self, trainer: str, fault: str, script: Path = UNCHANGED) -> str:
         """Start a job through the server; return its id."""
         job = {
             "name": f"{trainer}-{fault}",
             "argv": [sys.executable, *self._command(trainer, fault, script)],
             "topology": SIZES.get(trainer, {"dp": 4, "pp": 1, "tp": 1}),
             "mode": "observe",
-            "environment": {"ORDERS": str(self.orders), **environment},
+            "environment": {"ORDERS": str(self.orders)},
         }
         return str(self.client.post("/jobs", job)["id"])
 
@@ -209,8 +209,8 @@ class TrainingCluster:
             step["duration_seconds"] for step in self.steps(job_id) if first <= step["step"] <= last
         )
 
-    def run(self, case: Case, script: Path = WITH_LINES, **environment: str) -> Outcome:
-        job_id = self.start(case.trainer, case.fault, script, **environment)
+    def run(self, case: Case, script: Path = UNCHANGED) -> Outcome:
+        job_id = self.start(case.trainer, case.fault, script)
         try:
             return self.watch(job_id, case)
         finally:
@@ -220,14 +220,12 @@ class TrainingCluster:
 def main(trainers: list[str]) -> None:
     print("| trainer | fault | rank | side | seconds | verdict |")
     print("|---|---|---|---|---|---|")
-    is_unchanged = bool(os.environ.get("UNCHANGED"))
-    script = UNCHANGED if is_unchanged else WITH_LINES
-    environment = {"PACELINE": "1"} if is_unchanged else {}
+    script = WITH_LINES if os.environ.get("WITH_LINES") else UNCHANGED
     right = 0
     cases = [case for case in CASES if not trainers or case.trainer in trainers]
     with TrainingCluster.running() as cluster:
         for case in cases:
-            outcome = cluster.run(case, script, **environment)
+            outcome = cluster.run(case, script)
             incident = outcome.incident or {}
             is_right = bool(incident) and case.is_named(incident)
             right += is_right
