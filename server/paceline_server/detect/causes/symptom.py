@@ -75,6 +75,8 @@ class Symptom:
         normal: Value of a healthy device, used if neither its past nor its peers are measured.
         predicts: Largest slowdown that the deviation explains. None: not known.
         saturates_at: Value at which the counter stops counting.
+        is_lost_time: The metric is the share of time that the suspect itself lost. How much it
+            scattered before does not matter, because the loss explains the slowdown or does not.
     """
 
     cause: str
@@ -91,6 +93,7 @@ class Symptom:
     predicts: Prediction | None = None
     labels: tuple[tuple[str, str], ...] = ()
     saturates_at: float | None = None
+    is_lost_time: bool = False
 
     def format(self, value: float) -> str:
         if self.unit == "%":
@@ -124,11 +127,11 @@ def weigh_symptom(suspect: Suspect, symptom: Symptom) -> WeighedEvidence | None:
 
 def weigh_symptoms(suspect: Suspect, symptoms: Iterable[Symptom]) -> list[WeighedEvidence]:
     """Return one result per cause, with all symptoms of the cause combined."""
-    by_cause: dict[str, list[tuple[Scope, WeighedEvidence]]] = {}
+    by_cause: dict[str, list[tuple[Symptom, WeighedEvidence]]] = {}
     for symptom in symptoms:
         found = weigh_symptom(suspect, symptom)
         if found is not None:
-            by_cause.setdefault(symptom.cause, []).append((symptom.scope, found))
+            by_cause.setdefault(symptom.cause, []).append((symptom, found))
     return [
         combine(cause, _of_the_suspect(suspect.kind, weighed))
         for cause, weighed in by_cause.items()
@@ -136,18 +139,21 @@ def weigh_symptoms(suspect: Suspect, symptoms: Iterable[Symptom]) -> list[Weighe
 
 
 def _of_the_suspect(
-    kind: str, weighed: Sequence[tuple[Scope, WeighedEvidence]]
+    kind: str, weighed: Sequence[tuple[Symptom, WeighedEvidence]]
 ) -> list[WeighedEvidence]:
     """Return the evidence; what the whole node shows explains nothing if the ranks show nothing.
 
     Another program may wait for CPUs or memory, or lose packets, on a node whose ranks do not.
+    Lost time that explains the slowdown needs no metric that agrees.
     """
-    own = [found for scope, found in weighed if scope is Scope.RANK]
+    if any(symptom.is_lost_time and found.weight > 0 for symptom, found in weighed):
+        return [found for symptom, found in weighed if symptom.is_lost_time or found.weight > 0]
+    own = [found for symptom, found in weighed if symptom.scope is Scope.RANK]
     if not own or kind not in _IN_THE_PROCESS or any(found.weight > 0 for found in own):
         return [found for _, found in weighed]
     return [
-        replace(found, weight=min(found.weight, 0.0)) if scope is Scope.NODE else found
-        for scope, found in weighed
+        replace(found, weight=min(found.weight, 0.0)) if symptom.scope is Scope.NODE else found
+        for symptom, found in weighed
     ]
 
 
@@ -213,7 +219,7 @@ def _values(
     unsteady = scatter / past if past else 0.0
     references = [(past, scatter), (peers, max(_scatter(others), unsteady * (peers or 0.0)))]
     scored = [
-        (_score(symptom, now, expected, sigma), expected)
+        (_score(symptom, now, expected, 0.0 if symptom.is_lost_time else sigma), expected)
         for expected, sigma in references
         if expected is not None
     ]

@@ -16,7 +16,7 @@ SYMPTOMS = (
     Symptom(
         CPU_CONTENTION, metric_names.RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL, Scope.RANK,
         "share of time runnable but without a CPU", "%", "rate",
-        0.04, relative_tolerance=0.5, normal=0.0, predicts=stalled,
+        0.04, relative_tolerance=0.5, normal=0.0, predicts=stalled, is_lost_time=True,
     ),
     Symptom(
         CPU_CONTENTION, metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL, Scope.NODE,
