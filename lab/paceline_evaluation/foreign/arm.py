@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,7 +33,7 @@ _CAUSE_SECONDS = 3.0  # from the first report to its newest version
 _HEADLINE_SECONDS = 5.0  # the line of the script arrives after the first report
 _NEEDS_NETWORK = frozenset({"rate_limit"})
 _NEEDS_CONTROL_GROUPS = frozenset({"hog", "leak"})
-# The least increase of the step time for which a shared CPU or link counts as a fault at all.
+# A shared CPU or link costs what is measured, not what is asked for.
 _MEASURED = frozenset({"hog", "rate_limit"})
 
 
@@ -45,6 +47,7 @@ class _Healthy:
 
     step_seconds: float
     sent_bytes_per_step: float | None
+    cpu_waits: dict[int, float]  # by rank: seconds per step without a CPU
 
 
 class ForeignArm:
@@ -161,6 +164,7 @@ class ForeignArm:
     def _measure(self, job: ObservedJob, plan: Plan, seconds: float) -> _Healthy:
         network, node = self.cluster.network, plan.faulty_rank // (plan.ranks // 2)
         bytes_before = None if network is None else network.sent_bytes(node)
+        waits = _CpuWaits(job)
         first = job.step
         job.wait_until(lambda: job.is_over, seconds)
         if job.is_over:
@@ -168,12 +172,13 @@ class ForeignArm:
         sent = None
         if network is not None and bytes_before is not None:
             sent = (network.sent_bytes(node) - bytes_before) / max(1, job.step - first)
-        return _Healthy(_median_step(job.steps(), first), sent)
+        return _Healthy(_median_step(job.steps(), first), sent, waits.per_step())
 
     def _inject(
         self, job: ObservedJob, plan: Plan, healthy: _Healthy, cleanup: ExitStack
     ) -> TrialRecord:
         injector = Injector(self.cluster, plan, job.ranks(), healthy.step_seconds, cleanup)
+        waits = _CpuWaits(job)
         started = datetime.now().astimezone()
         fault = injector.inject(healthy.sent_bytes_per_step)
         self._await_report(job, plan, fault)
@@ -182,6 +187,8 @@ class ForeignArm:
         if plan.kind not in _FATAL:
             after = _median_step(job.steps(), fault.onset_step)
             cost = after / healthy.step_seconds - 1.0
+            if plan.fault == "hog":
+                cost = _more_waiting(plan, healthy, waits.per_step())
             if plan.fault in _MEASURED:
                 fault = replace(fault, magnitude=max(cost, 0.0))
         record = job.record(plan.kind, (fault,), set(), 0)
@@ -215,6 +222,42 @@ class ForeignArm:
                 lambda: any(fault.headline in one["summary"] for one in reported()),
                 _HEADLINE_SECONDS,
             )
+
+
+class _CpuWaits:
+    """How long the main thread of each rank is ready to run without a CPU, from now on."""
+
+    def __init__(self, job: ObservedJob) -> None:
+        self._job, self._first = job, job.step
+        self._pids = {rank["rank"]: int(rank["pid"]) for rank in job.ranks()}
+        self._before = self._seconds()
+
+    def per_step(self) -> dict[int, float]:
+        """Return the seconds per step by rank; ranks that have ended are left out."""
+        steps = max(1, self._job.step - self._first)
+        return {
+            rank: (seconds - self._before[rank]) / steps
+            for rank, seconds in self._seconds().items()
+            if rank in self._before
+        }
+
+    def _seconds(self) -> dict[int, float]:
+        found = {}
+        for rank, pid in self._pids.items():
+            with contextlib.suppress(OSError, IndexError):
+                found[rank] = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        return found
+
+
+def _more_waiting(plan: Plan, healthy: _Healthy, waits: dict[int, float]) -> float:
+    """Return how much longer the faulty rank waits for a CPU, compared with its peers.
+
+    It is a share of the healthy step. On a machine with fewer CPUs than ranks, a process that
+    shares the CPU of one rank may slow all ranks, or another one.
+    """
+    longer = {rank: waits[rank] - healthy.cpu_waits.get(rank, 0.0) for rank in waits}
+    own = longer.pop(plan.faulty_rank, 0.0)
+    return (own - median(longer.values() or [0.0])) / healthy.step_seconds
 
 
 def _median_step(steps: Sequence[dict[str, Any]], first: int) -> float:
