@@ -728,6 +728,16 @@ def fail(error: BaseException) -> None:
     _stop()
 
 
+def terminated(signal: int) -> None:
+    """End recording: the script stops because this signal arrived, with an exit code of its own."""
+    session = _session
+    if session is None:
+        return
+    session.guard(session.end, Status.FAILED)
+    session.guard(write_ending, session.recorder.ring.path, Ending(None, signal))
+    _stop()
+
+
 def _stop() -> None:
     """Return to inert. The ring file stays, because the agent reads it to its end."""
     session = _set_session(None)

@@ -239,8 +239,8 @@ class _Tables:
 
         The recorded time of the reduction and the exchange includes waiting for other ranks. The
         rank with the shortest time arrived last and did not wait, so its time is used for all.
-        In a job of one stage, a rank's own time outside of compute operations, which a script does
-        not mark or torch does not show, follows its last one.
+        A rank's own time outside of compute operations, which a script does not mark or torch does
+        not show, follows its last one.
         """
         order = self.order
         after_compute = np.empty((len(order.compute), *self.cells))
@@ -252,12 +252,11 @@ class _Tables:
             own[order.data_wait[stage]] = np.maximum(first - self.step_start[stage], 0.0)
             own[order.optimizer[stage]] = self.optimizer_seconds[stage]
             compute_end = self._last_end(chain, own[chain] + shared[chain][..., None])
-            if len(order.compute) == 1:
-                before = np.maximum(own[order.data_wait[stage]] - self.data_seconds[stage], 0.0)
-                outside = self.rank_seconds[stage] - before - own[chain].sum(axis=0)
-                outside = np.maximum(np.nan_to_num(outside), 0.0)
-                own[chain[-1]] += outside
-                compute_end += outside
+            before = np.maximum(own[order.data_wait[stage]] - self.data_seconds[stage], 0.0)
+            outside = self.rank_seconds[stage] - before - own[chain].sum(axis=0)
+            outside = np.maximum(np.nan_to_num(outside), 0.0)
+            own[chain[-1]] += outside
+            compute_end += outside
             for transfer in order.blocking_sends.get(order.reduction[stage], ()):
                 compute_end = np.fmax(compute_end, self.send_end[transfer])
             since_compute = self.step_end[stage] - compute_end

@@ -79,7 +79,7 @@ def analyze(training: TrainingCluster, job_id: str) -> dict[str, Any]:
         time.sleep(1)
 
 
-@pytest.mark.parametrize("trainer", ["ddp", "accumulation", "fsdp2"])
+@pytest.mark.parametrize("trainer", ["ddp", "accumulation", "fsdp2", "fsdp2_tp", "gpipe", "1f1b"])
 def test_the_analysis_gives_the_slow_rank_and_the_step_time_without_it(
     training: TrainingCluster, trainer: str
 ) -> None:

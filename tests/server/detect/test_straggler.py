@@ -1,8 +1,12 @@
 """Stragglers are found within five steps of their onset; noise is never reported."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from simulated_step import SimulatedStep, one_forward_one_backward
 from timed_run import FORWARD_SECONDS, T0, Noise, TimedRun, subjects
+from watched import Watched
 
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.straggler.detector import StragglerDetector
@@ -289,6 +293,28 @@ def test_host_code_beside_the_microbatches_is_found_and_cleared():
     assert run.advance(40) == []
     run.host = {}
     assert [(one.rank, one.cleared) for one in run.advance(20)] == [(5, True)]
+
+
+def test_the_gain_without_host_code_of_one_rank_is_replayed():
+    topology = Topology(2, 2, 1)
+    job = SimulatedStep(topology, one_forward_one_backward(2, 4), jitter=0.02)
+    watched = Watched(StragglerDetector, topology, metadata={"schedule": "1f1b"})
+
+    def play(first, last, seconds):
+        job.pauses = {0: seconds / 8}  # before each of its actions
+        host = np.array([0.01 + seconds, 0.01, 0.01, 0.01])
+        for step in range(first, last):
+            timing = job.play(step)
+            yield dataclasses.replace(
+                timing, ranks=dataclasses.replace(timing.ranks, host_seconds=host)
+            )
+
+    assert watched.show(play(0, 60, 0.0)) == []
+    usual = job.play(59).ranks.step_seconds.max()
+    found = watched.show(play(60, 75, 0.4))
+    slow = job.play(74).ranks.step_seconds.max()
+    assert [one.fingerprint for one in found] == ["straggler:host:0"]
+    assert found[0].speedup == pytest.approx(slow / usual, rel=0.05)
 
 
 def test_a_rank_that_evaluates_now_and_then_is_no_straggler():

@@ -5,10 +5,13 @@ Each script trains, and trains on from its checkpoint with a second trainer.
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from paceline_wire.ending import Ending, read_ending
 from paceline_wire.spans import Op
 from tests.trainer_hooks.integrations.conftest import Run
 
@@ -51,6 +54,16 @@ def test_lightning(run_ranks: Run, tmp_path: Path) -> None:
     rows = [{*(tmp_path / "output" / f"rows.{rank}").read_text().split()} for rank in range(2)]
     assert len(rows[0]) == len(rows[1]) == 16
     assert not rows[0] & rows[1]
+
+
+@pytest.mark.campaign
+def test_lightning_stops_in_good_order_and_the_signalled_rank_is_known(
+    run_ranks: Run, tmp_path: Path
+) -> None:
+    run_ranks("lightning_ranks.py", "lightning", TERMINATED_RANK="0")
+    rings = sorted((tmp_path / "rings").glob("*.ring"))
+    endings = [read_ending(ring, os.getuid()) for ring in rings]
+    assert endings == [Ending(signal=signal.SIGTERM), None]
 
 
 @pytest.mark.campaign

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Any
 
-from paceline.hooks import checkpoint_saved, report
+from paceline.hooks import checkpoint_saved, report, terminated
 from paceline.integrations.boundaries import (
     StepBoundaries,
     follow,
@@ -35,6 +36,7 @@ _package: Any = importlib.import_module(
 
 # Shared by all callbacks: a Trainer may have one of the factory and one of the script.
 _boundaries = StepBoundaries(with_evaluations=True)
+_received_sigterm = False  # by this rank itself
 
 
 class LightningCallback(_package.Callback):  # type: ignore[misc]
@@ -84,6 +86,9 @@ class LightningCallback(_package.Callback):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         _boundaries.end_evaluation()
         _boundaries.release()
+        # Lightning stops all ranks in good order if one of them received the signal.
+        if _received_sigterm and type(exception).__name__ == "SIGTERMException":
+            terminated(signal.SIGTERM)
 
     # Evaluations
 
@@ -120,11 +125,18 @@ def _watch(package: Any) -> None:
     loop = sys.modules[f"{package.__name__}.loops.training_epoch_loop"]
     surround(loop._TrainingEpochLoop, "advance", _data)
     surround(package.Trainer, "save_checkpoint", save_or_load)
+    signals = sys.modules[f"{package.__name__}.trainer.connectors.signal_connector"]
+    surround(signals._SignalConnector, "_sigterm_notifier_fn", _receive_sigterm)
     follow(package.Trainer, "save_checkpoint", _saved)
 
 
 def _data(loop: Any, *_: Any) -> None:
     _boundaries.begin(loop.trainer.global_step)
+
+
+def _receive_sigterm(*_: Any) -> None:
+    global _received_sigterm
+    _received_sigterm = True
 
 
 def _saved(trainer: Any, *_: Any, **__: Any) -> None:

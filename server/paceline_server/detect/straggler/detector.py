@@ -431,7 +431,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         is_host = active.way == "host"
         self_seconds = self._recent_own_seconds(active)
         speedup = None
-        if observation.replay is not None and not is_host:  # it replays microbatches
+        if observation.replay is not None:
             speedup = observation.replay.speedup(ranks=unit.ranks, since_step=before.onset_step)
         cost_ratio = self._cost_ratio(self_seconds * (1.0 - 1.0 / slowdown), speedup)
         diagnosis = self.diagnose(active, slowdown, observation)
