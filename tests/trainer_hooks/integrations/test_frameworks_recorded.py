@@ -57,7 +57,7 @@ def test_lightning(run_ranks: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_lightning_stops_in_good_order_and_the_signalled_rank_is_known(
+def test_a_rank_that_lightning_stops_on_sigterm_is_reported_with_the_signal(
     run_ranks: Run, tmp_path: Path
 ) -> None:
     run_ranks("lightning_ranks.py", "lightning", TERMINATED_RANK="0")
