@@ -183,6 +183,9 @@ class ForeignArm:
         fault = injector.inject(healthy.sent_bytes_per_step)
         self._await_report(job, plan, fault)
         (fault,) = job.with_onset((fault,), started)
+        if plan.fault == "another_op" and injector.has_ended(plan.faulty_rank):
+            # gloo aborts a process if another one sends more than it expects.
+            fault = replace(fault, kind="crash", headline="SIGABRT")
         cost = None
         if plan.kind not in _FATAL:
             after = _median_step(job.steps(), fault.onset_step)

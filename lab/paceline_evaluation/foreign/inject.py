@@ -106,6 +106,13 @@ class Injector:
             counted_from=_COUNTED_FROM,
         )
 
+    def has_ended(self, rank: int) -> bool:
+        try:
+            state = Path(f"/proc/{self._pid(rank)}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        return state == "Z"
+
     def _pid(self, rank: int) -> int:
         return int(self.ranks[rank]["pid"])
 
