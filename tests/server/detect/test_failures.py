@@ -419,6 +419,15 @@ def test_all_nodes_silent_at_once_means_a_network_problem_of_the_server(job):
     assert [each.node for each in silent(job, 6)] == ["node-2"]
 
 
+def test_the_only_rank_known_to_have_lost_a_connection_is_not_blamed(job):
+    job.exit(3, exit_code=1, log_tail=RESET)
+    for rank in (2, 7):  # ended by their launchers, which do not report how
+        job.exit(rank, at_ns=job.now_ns + 4 * 10**8)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node, found.ranks) == (None, None, [2, 3, 7])
+    assert found.summary.startswith("Connections between ranks broke before any rank ended. Rank 3")
+
+
 def test_no_end_of_a_broken_connection_is_blamed(job):
     for rank in (3, 6):
         job.exit(rank, exit_code=1, log_tail=RESET)

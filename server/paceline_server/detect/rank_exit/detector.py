@@ -319,16 +319,17 @@ class ExitDetector(Detector):
         )
 
     def _lost_connections(self, culprit: ReportedExit) -> list[int]:
-        """Return the ranks that lost connections, if several did and nothing else ended the job.
+        """Return the ranks that lost connections, if nothing else ended the job.
 
-        The first to notice it is no more to blame than the other end of its connection.
+        The first to notice it is no more to blame than the other end of its connection. If only one
+        is known to have noticed, the ranks that ended in an unknown way belong to them.
         """
-        lost = sorted(
-            rank
-            for rank, other in self._abnormal.items()
-            if other.event.exit_code is not None and not _is_cause(other)
-        )
-        return lost if len(lost) > 1 and culprit.event.rank in lost else []
+        if _is_unknown(culprit.event) or _is_cause(culprit):
+            return []
+        consequences = {r: other for r, other in self._abnormal.items() if not _is_cause(other)}
+        lost = sorted(r for r, other in consequences.items() if not _is_unknown(other.event))
+        lost = lost if len(lost) > 1 else sorted(consequences)
+        return lost if len(lost) > 1 else []
 
     def _failure_of_all(self, first: ReportedExit, observation: Observation) -> Finding:
         """Return a finding that blames no rank and no node."""
