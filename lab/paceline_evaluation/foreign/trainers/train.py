@@ -187,7 +187,9 @@ class Batches(Dataset[torch.Tensor]):
 
     def __getitem__(self, number: int) -> torch.Tensor:
         orders.in_loader(number)
-        chance = torch.Generator().manual_seed(number * world_size + rank)
+        # Ranks that share the layers of a model train on the same batches.
+        replica = rank if mesh is None else mesh.get_local_rank("dp")
+        chance = torch.Generator().manual_seed(number * world_size + replica)
         rows = self.rows
         if self.is_variable:
             sizes = [max(1, int(rows * share)) for share in (0.5, 0.7, 0.9, 1.1, 1.3, 1.5)]
