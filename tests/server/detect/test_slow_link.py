@@ -4,12 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from timed_run import Noise, TimedRun
+from timed_run import T0, Noise, TimedRun
 
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.slow_link.detector import SlowLinkDetector
 from paceline_server.detect.slow_link.traffic import MOST_FAMILIES, TransferBaselines, TransferLane
 from paceline_server.steps.timing import TransferTimes
+from paceline_wire.batch import Sample
+from paceline_wire.metric_names import (
+    RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL as RUN_QUEUE_WAIT,
+)
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
@@ -70,6 +74,29 @@ def test_a_slow_link_is_found_within_five_steps_and_named(topology, factor):
     assert named(run.advance(10)) == [(link, None, True)]
     run.slow_links = both_ways(link, factor)
     assert [one.link for one in run.advance(5)] == [link]
+
+
+@pytest.mark.parametrize(("factor", "severity"), [(4.0, "info"), (60.0, "warning")])
+def test_a_slow_link_that_costs_little_is_no_warning(factor, severity):
+    run = watched(PIPELINE, 3, ranks_per_node=1)
+    run.advance(40)
+    run.slow_links = both_ways(run.links()[0], factor)
+    [found] = run.advance(5)
+    assert found.severity == severity
+    assert (found.cost_ratio < 0.05) == (severity == "info")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.95])
+def test_transfers_of_ranks_that_wait_for_a_cpu_are_not_judged(share):
+    run = watched(PIPELINE, 3, ranks_per_node=1)
+    for second in range(120):
+        for rank in range(PIPELINE.world_size):
+            labels = {"job": "job", "rank": str(rank)}
+            waited = Sample(RUN_QUEUE_WAIT, labels, share * second, T0 + second * 10**9)
+            run.telemetry.add(f"node-{rank}", waited)
+    run.advance(40)
+    run.slow_links = both_ways(run.links()[0], 12.0)
+    assert bool(run.advance(40)) == (share == 0.0)
 
 
 def test_a_link_slow_in_one_direction_is_found():

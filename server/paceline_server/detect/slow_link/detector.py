@@ -241,6 +241,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
 
     def describe(self, active: _ReportedRoute, observation: Observation) -> Finding:
         route, before, usual = active.route, active.finding, active.usual_seconds
+        settings = self._detector.settings
         now, slowdown = self._now_and_slowdown(active)
         speedup = self._speedup(route, observation, before.onset_step)
         cost_ratio = self._cost_ratio(now - usual, speedup)
@@ -270,6 +271,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             slowdown=slowdown,
             cost_ratio=cost_ratio,
             speedup=speedup,
+            severity="warning" if cost_ratio >= settings.warning_cost_ratio else "info",
             suspects_node=diagnosis.on_node and node is not None,
             evidence=[measured, *diagnosis.evidence],
             counter_evidence=diagnosis.counter_evidence,
@@ -297,10 +299,12 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         return min(max(self._share(extra_seconds, float(np.median(recent))), 0.0), 1.0)
 
     def is_certain(self, reported: _ReportedRoute, now_ns: int, observation: Observation) -> bool:
-        """Return whether more is slow than a host whose ranks wait for a CPU by chance."""
+        """Return whether more is slow than a host whose ranks wait for a CPU.
+
+        A transfer has threads on both nodes: their waits do not even out, and all links share them.
+        """
         share = cpu_wait_share(observation, self.generation)
-        seconds = (now_ns - reported.onset_ns) / 1e9
-        return (self.slowdown(reported) or 1.0) >= largest_accident(share, seconds)
+        return (self.slowdown(reported) or 1.0) >= largest_accident(share, 0.0)
 
     def diagnose(
         self, reported: _ReportedRoute, slowdown: float | None, observation: Observation

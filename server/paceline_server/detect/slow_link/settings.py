@@ -15,6 +15,8 @@ class SlowLinkSettings:
     # Share of step time that the slower transfers must cost. Transfers are short and their jitter
     # is large: a smaller cost is often only jitter.
     cost_ratio: float = 0.02
+    # Cost from which the severity is warning instead of info.
+    warning_cost_ratio: float = 0.05
 
 
 DEFAULTS = SlowLinkSettings()
