@@ -8,7 +8,7 @@ import subprocess
 from contextlib import ExitStack
 from itertools import count
 
-_NETWORK = "10.213.7"
+_NETWORKS = [f"10.213.{number}" for number in range(7, 256)]
 _serial = count()
 
 
@@ -19,17 +19,19 @@ class NetworkError(Exception):
 class NetworkNodes:
     """Network namespaces (`names`) on one bridge, with 10.213.7.N/24 on `eth0` of node N.
 
+    Instead of 7 it is the next number whose network this machine does not have.
+
     `cleanup` gets the calls that remove them.
 
     Raises:
         NetworkError: a command failed, for example because this user may not make namespaces.
     """
 
-    server_address = f"{_NETWORK}.254"  # address of the bridge on this machine
-
     def __init__(self, number_of_nodes: int, cleanup: ExitStack) -> None:
         # Namespaces disappear some time after they are deleted, so no name is used twice.
         self._mark = f"{os.getpid()}{chr(ord('a') + next(_serial))}"
+        self._network = _free_network()
+        self.server_address = f"{self._network}.254"  # address of the bridge on this machine
         self.bridge = f"pb{self._mark}"
         self.names = [f"plnode{self._mark}{number}" for number in range(number_of_nodes)]
         run("ip", "link", "add", self.bridge, "type", "bridge")
@@ -40,7 +42,7 @@ class NetworkNodes:
             self._add(number, name)
 
     def address(self, number: int) -> str:
-        return f"{_NETWORK}.{number + 1}"
+        return f"{self._network}.{number + 1}"
 
     def inside(self, number: int) -> tuple[str, ...]:
         """Return the beginning of a command that runs on the node."""
@@ -103,7 +105,15 @@ def why_unavailable() -> str | None:
     return None
 
 
-def run(*command: str) -> None:
+def run(*command: str) -> str:
+    """Run the command and return what it prints."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise NetworkError(f"{' '.join(command)}: {ended.stderr.strip()}")
+    return ended.stdout
+
+
+def _free_network() -> str:
+    """Return a network without an address here: one may remain of a run that was killed."""
+    used = run("ip", "-o", "address")
+    return next(network for network in _NETWORKS if f" {network}." not in used)

@@ -111,7 +111,7 @@ def test_connections_to_another_machine_use_the_interface_of_their_address(tcp):
         cleanup.callback(server.kill)
         port = server.stdout.readline().strip()
         found = subprocess.run(
-            [*here, sys.executable, "-c", CONNECTED, "10.213.7.2", port],
+            [*here, sys.executable, "-c", CONNECTED, nodes.address(1), port],
             capture_output=True,
             text=True,
             check=False,
