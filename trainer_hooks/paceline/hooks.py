@@ -468,6 +468,11 @@ def checkpoint() -> Timed:
     return INERT if _session is None or get_ident() != _owner else _session.checkpoint
 
 
+def framework_checkpoint() -> Timed:
+    """Time a checkpoint that an adapter reports with `checkpoint_saved`; for adapters."""
+    return INERT if _session is None or get_ident() != _owner else _session.framework_checkpoint
+
+
 @_uncompiled
 def evaluate() -> Timed:
     """Time an evaluation; returns a context manager."""
@@ -607,11 +612,14 @@ def declare(*, checkpoint: bool = False, stop: bool = False) -> None:
     """
     session = _session
     if session is not None:
+        session.saves.are_reported |= bool(checkpoint)
         session.guard(session.recorder.declare, checkpoint, stop)
 
 
 def checkpoint_saved(step: int) -> None:
     """Report that a checkpoint is complete on storage: a restart can resume from it.
+
+    What `torch.save` and `torch.distributed.checkpoint` save is recognized until the first call.
 
     Args:
         step: number of completed steps that it contains.
@@ -621,6 +629,7 @@ def checkpoint_saved(step: int) -> None:
     """
     session = _session
     if session is not None:
+        session.saves.are_reported = True
         session.guard(session.recorder.checkpoint_saved, step)
         session.guard(on_checkpoint, True)
 

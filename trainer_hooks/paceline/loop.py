@@ -95,6 +95,7 @@ class Loop:
         self.at_boundary: Callable[[], None] | None = None  # set if there may be a device
         self.at_start: Callable[[], None] | None = None  # before the first step
         self.has_optimizer: Callable[[], bool] = bool  # whether the script has a torch optimizer
+        self.first_step: Callable[[], int] | None = None  # if the script numbers none
         self.after_step: Callable[[], None] | None = None
         self.watcher: LoopWatcher | None = None
         self.is_open = False  # a step has begun
@@ -306,8 +307,8 @@ class Loop:
 
     def _begin_step(self, step: int) -> None:
         recorder = self._recorder
-        if not self._started and self.at_start is not None:
-            self.at_start()
+        if not self._started:
+            step = self._begin_first(step)
         if self.at_boundary is not None:
             self.at_boundary()
         recorder.begin_step(step)
@@ -317,6 +318,21 @@ class Loop:
         self.optimizer_calls.clear()
         if not self._started:
             self._start()
+
+    def _begin_first(self, step: int) -> int:
+        """Prepare the first step. Return its number.
+
+        A script that resumes has loaded its optimizer: the steps that this has made continue.
+        """
+        if self.at_start is not None:
+            self.at_start()
+        if step or not self.is_recognized or self.first_step is None:
+            return step
+        try:
+            return self.first_step()
+        except Exception:
+            self._recorder.failures += 1
+            return step
 
     def _start(self) -> None:
         """Record the time from the start of the process to the first step."""

@@ -38,6 +38,7 @@ class Sections(Protocol):
     optimizer_phase: Section
     backward_phase: Section
     checkpoint: StatusSection
+    framework_checkpoint: StatusSection
     evaluate: StatusSection
     marks_evaluations: bool
     marks_compute: bool  # the script times its forwards and backwards itself
@@ -335,7 +336,8 @@ class Recognition:
 
     def _begin_evaluation(self, now_ns: int) -> None:
         session = self._session
-        if session.marks_evaluations or session.evaluate.start or session.checkpoint.start:
+        checkpoints = session.checkpoint.start or session.framework_checkpoint.start
+        if session.marks_evaluations or session.evaluate.start or checkpoints:
             return
         self._drop_forward()
         self._evaluation = _Evaluation(now_ns)

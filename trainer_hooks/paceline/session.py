@@ -28,11 +28,13 @@ from paceline.loop import Loop
 from paceline.memory import MemoryMeter, measured_after, write_value
 from paceline.recognition import Recognition
 from paceline.recorder import Recorder
+from paceline.saves import Saves
 from paceline.sections import INERT, OtherThreadSection, StatusSection, Transfer
-from paceline.torch_events import TorchEvents
+from paceline.torch_events import CheckpointSections, TorchEvents
 from paceline.writer import Pipelining, Section
 from paceline.writer.interface import Timed
 from paceline_wire.coverage import NOT_RECORDED, RECORDER
+from paceline_wire.metadata import CHECKPOINT_PATH
 from paceline_wire.ring import (
     DEFINITIONS_BYTES,
     STATE_DEFINITIONS,
@@ -77,6 +79,8 @@ class Session:
         self.sized_actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]  # with lengths
         self.recognized_actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]
         self.checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
+        self.framework_checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
+        self.saves = Saves(recorder, self.loop, self._describe_checkpoints)
         self.evaluate = StatusSection(recorder, Op.EVALUATE, Status.EVALUATING)
         # The script's own `paceline.optimizer`, and the recognized phases.
         self.optimizer = recorder.sections[OPTIMIZER] = Section(recorder, Op.OPTIMIZER)
@@ -208,7 +212,9 @@ class Session:
         """Recognize steps and their phases from now on. Torch is loaded."""
         if self._events is None:
             self._events = TorchEvents.get()
-            self._events.start(self.recognition, self.recorder, self.checkpoint)
+            sections = CheckpointSections(self.checkpoint, self.framework_checkpoint)
+            self._events.start(self.recognition, self.recorder, sections, self.saves)
+            self.loop.first_step = self._events.completed_steps
             self.loop.has_optimizer = self._events.has_optimizer
             self.recognition.has_one_optimizer = self._events.has_one_optimizer
             self.loop.watcher = self.recognition
@@ -219,7 +225,7 @@ class Session:
         if self._events is not None:
             self._events.stop()
             self._events = None
-            self.loop.watcher = self.loop.after_step = None
+            self.loop.watcher = self.loop.after_step = self.loop.first_step = None
 
     def backward_ran(self) -> None:
         """A pipeline schedule ran a backward pass with `torch.autograd.grad`, which torch's events
@@ -256,6 +262,9 @@ class Session:
         if cuda is not None and cuda.is_initialized():
             metadata["gpu_name"] = cuda.get_device_name()
         self.update(source="steps", metadata=metadata)
+
+    def _describe_checkpoints(self, path: str) -> None:
+        self.update(source="torch", metadata={CHECKPOINT_PATH: path})
 
     def count(self, samples: int | None, tokens: int | None) -> None:
         """Add what the script counted in the open step."""

@@ -12,22 +12,39 @@ import sys
 import weakref
 from _thread import get_ident
 from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 from paceline.memory import MemoryMeter
 from paceline.recognition import Recognition
 from paceline.recorder import Recorder
+from paceline.saves import Save, Saves, completed_steps
 from paceline.sections import StatusSection
 from paceline_wire.spans import MemoryKind
 
 Function = Callable[..., Any]
 
+# Functions that save, and the names of their first two arguments: what, and where to.
+_STATE_DICT_SAVERS = {
+    "save": ("state_dict", "checkpoint_id"),
+    "async_save": ("state_dict", "checkpoint_id"),
+    "save_state_dict": ("state_dict", "storage_writer"),
+}
 CHECKPOINT_MODULES = (
-    ("torch.distributed.checkpoint", ("save", "async_save", "save_state_dict")),
-    ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save", "save_state_dict")),
-    ("safetensors.torch", ("save_file", "save_model")),
+    ("torch.distributed.checkpoint", _STATE_DICT_SAVERS),
+    ("torch.distributed.checkpoint.state_dict_saver", _STATE_DICT_SAVERS),
+    (
+        "safetensors.torch",
+        {"save_file": ("tensors", "filename"), "save_model": ("model", "filename")},
+    ),
 )
+
+
+class CheckpointSections(NamedTuple):
+    """Timers of checkpoints: the script's, and one for those that an adapter reports itself."""
+
+    of_script: StatusSection
+    of_framework: StatusSection
 
 
 class TorchEvents:
@@ -46,7 +63,9 @@ class TorchEvents:
         self._torch = torch
         self.recognition: Recognition | None = None
         self.recorder: Recorder | None = None
-        self.checkpoint: StatusSection | None = None
+        self.checkpoints: CheckpointSections | None = None
+        self.saves: Saves | None = None
+        self._is_saving = False
         self.memory: MemoryMeter | None = None  # in steps whose memory is measured
         self._owner = 0
         self._seen_modules: set[str] = set()
@@ -68,17 +87,23 @@ class TorchEvents:
         _replace(torch.serialization, "save", self._save)
 
     def start(
-        self, recognition: Recognition, recorder: Recorder, checkpoint: StatusSection
+        self,
+        recognition: Recognition,
+        recorder: Recorder,
+        checkpoints: CheckpointSections,
+        saves: Saves,
     ) -> None:
-        """Report to `recognition`, what the owner thread of `recorder` does."""
-        self.recognition, self.recorder, self.checkpoint = recognition, recorder, checkpoint
+        """Report to `recognition` and `saves`, what the owner thread of `recorder` does."""
+        self.recognition, self.recorder = recognition, recorder
+        self.checkpoints, self.saves = checkpoints, saves
         self._owner = recorder.owner
         self.watch_modules()
 
     def stop(self) -> None:
         """Pass all calls on from now on."""
         self._owner = 0
-        self.recognition = self.recorder = self.checkpoint = self.memory = None
+        self.recognition = self.recorder = self.memory = None
+        self.checkpoints = self.saves = None
 
     def has_optimizer(self) -> bool:
         """Return whether an optimizer of torch was ever created in this process."""
@@ -88,6 +113,10 @@ class TorchEvents:
         """Return whether this process is known to have exactly one optimizer of torch."""
         return not self._had_optimizer and len(self._optimizers) == 1
 
+    def completed_steps(self) -> int:
+        """Return how many steps the optimizers of this process had made when they were loaded."""
+        return completed_steps(self._optimizers)
+
     def watch_modules(self) -> None:
         """Replace the functions of modules that save checkpoints, once each is loaded."""
         self.known_modules = len(sys.modules)
@@ -96,9 +125,9 @@ class TorchEvents:
             if module is None or name in self._seen_modules:
                 continue
             self._seen_modules.add(name)
-            for function in functions:
+            for function, (what, where) in functions.items():
                 if hasattr(module, function):
-                    _replace(module, function, self._save_files)
+                    _replace(module, function, partial(self._save_files, what, where))
 
     def _report(self, event: Function, *args: Any, **kwargs: Any) -> Any:
         """Report an event; count an error of Paceline instead of raising it in the training."""
@@ -118,13 +147,19 @@ class TorchEvents:
         @wraps(original)
         def patch_step_function(optimizer: Any) -> None:
             self._has_optimizer = True
-            try:
-                self._optimizers.add(optimizer)
-            except TypeError:  # a class of optimizers that cannot be hashed
+            if not self._remember(optimizer):
                 self._had_optimizer = True
             original(optimizer)
 
         return patch_step_function
+
+    def _remember(self, optimizer: Any) -> bool:
+        """Add it to the known optimizers. Return False if its class cannot be hashed."""
+        try:
+            self._optimizers.add(optimizer)
+        except TypeError:
+            return False
+        return True
 
     def watch_optimizers(self) -> None:
         """Register the hooks, once; not in the constructor, which an optimizer hook may call."""
@@ -138,6 +173,8 @@ class TorchEvents:
     def _optimizer_begins(self) -> Function:
         def begins(optimizer: Any, *_: Any) -> None:
             self._stepped += 1
+            if self._had_optimizer:
+                self._remember(optimizer)
             recognition = self.recognition
             if recognition is None:
                 return
@@ -268,27 +305,42 @@ class TorchEvents:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(f, io.BytesIO):
                 return original(obj, f, *args, **kwargs)
-            return self._saving(lambda: original(obj, f, *args, **kwargs))
+            return self._saving(lambda: original(obj, f, *args, **kwargs), Save(obj, f))
 
         return save
 
-    def _save_files(self, original: Function) -> Function:
+    def _save_files(self, what: str, where: str, original: Function) -> Function:
         @wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
-            return self._saving(lambda: original(*args, **kwargs))
+            contents = args[0] if args else kwargs.get(what)
+            place = kwargs.get(where)
+            if place is None:
+                writer = kwargs.get("storage_writer")
+                place = args[1] if len(args) > 1 else getattr(writer, "path", None)
+            of_dcp = what == "state_dict"
+            return self._saving(lambda: original(*args, **kwargs), Save(contents, place, of_dcp))
 
         return save
 
-    def _saving(self, save: Callable[[], Any]) -> Any:
-        checkpoint = self.checkpoint
-        if checkpoint is None or checkpoint.start or get_ident() != self._owner:
-            return save()
-        self._report(checkpoint.__enter__)
+    def _saving(self, run: Callable[[], Any], save: Save) -> Any:
+        """Time a save, unless something else does, and report it, unless it is part of another."""
+        checkpoints, saves = self.checkpoints, self.saves
+        if checkpoints is None or saves is None or get_ident() != self._owner or self._is_saving:
+            return run()
+        if checkpoints.of_framework.start:
+            return run()
+        section = None if checkpoints.of_script.start else checkpoints.of_script
+        self._is_saving = True
+        if section is not None:
+            self._report(section.__enter__)
         try:
-            return save()
+            result = run()
         finally:
-            if checkpoint.start:
-                self._report(checkpoint.__exit__, None, None, None)
+            self._is_saving = False
+            if section is not None and section.start:
+                self._report(section.__exit__, None, None, None)
+        self._report(saves.saved, save, self._optimizers, result)
+        return result
 
 
 def _replace(owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:

@@ -22,12 +22,12 @@ from paceline.hooks import checkpoint_saved, report
 from paceline.integrations.boundaries import (
     LeadingOptimizer,
     StepBoundaries,
-    completed_steps,
     follow,
     never_raises,
     save_or_load,
     surround,
 )
+from paceline.saves import completed_steps
 
 
 class PacelineTracker(GeneralTracker):  # type: ignore[misc]

@@ -8,14 +8,14 @@ whose loop is the script's, has them while no trainer does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from paceline.hooks import (
     autostart,
-    checkpoint,
     evaluate,
+    framework_checkpoint,
     mark_evaluations,
     pipelining,
     step_begin,
@@ -186,8 +186,8 @@ def follow(owner: Any, name: str, call: Callable[..., object]) -> None:
 
 
 def save_or_load(*_: object) -> Timed:
-    """Return what times a checkpoint; for `surround`."""
-    return checkpoint()
+    """Return what times a checkpoint that the adapter reports itself; for `surround`."""
+    return framework_checkpoint()
 
 
 def open_timed(timed: Callable[..., Timed | None], *args: Any) -> Timed:
@@ -197,21 +197,6 @@ def open_timed(timed: Callable[..., Timed | None], *args: Any) -> Timed:
     except Exception as error:
         log_once(timed.__qualname__, "paceline: %s failed: %s", timed.__qualname__, error)
         return INERT
-
-
-def completed_steps(optimizers: Iterable[Any]) -> int:
-    """Return how many steps the optimizers have made, as Adam and its kin count them; 0 if unknown.
-
-    A checkpoint restores this count, also where a framework has none of its own.
-    """
-    counts = [0]
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            count = state.get("step") if isinstance(state, dict) else None
-            if count is not None and not getattr(count, "is_cuda", False):
-                counts.append(int(count))
-            break
-    return max(counts)
 
 
 class LeadingOptimizer:

@@ -19,11 +19,11 @@ from paceline.hooks import checkpoint_saved
 from paceline.integrations.boundaries import (
     LeadingOptimizer,
     StepBoundaries,
-    completed_steps,
     follow,
     save_or_load,
     surround,
 )
+from paceline.saves import completed_steps
 
 PACKAGES = ("lightning.fabric", "lightning_fabric")  # with the same content
 _boundaries = StepBoundaries()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from paceline.hooks import evaluate, optimizer, pipelining
+from paceline.hooks import checkpoint_saved, evaluate, optimizer, pipelining
 from paceline.integrations.boundaries import (
     StepBoundaries,
     never_raises,
@@ -26,7 +26,7 @@ from paceline.integrations.boundaries import (
     surround,
 )
 from paceline.sections import INERT
-from paceline.wrapping import replace
+from paceline.wrapping import after, replace
 from paceline.writer.interface import Timed
 from paceline_wire.spans import Op
 
@@ -43,7 +43,7 @@ class MegatronSteps:
 
     def __init__(self) -> None:
         self._boundaries = StepBoundaries()
-        self._count = 0  # completed
+        self.count = 0  # completed
         self._evaluates = False
         self._optimizers = 0  # nested: one may consist of several
         # (microbatch, chunk) by the output that a forward pass returned and the backward pass gets.
@@ -56,14 +56,14 @@ class MegatronSteps:
         if self._evaluates:
             return evaluate()
         if self._boundaries.claim():
-            self._boundaries.begin(self._count)
+            self._boundaries.begin(self.count)
         return INERT
 
     @never_raises
     def complete(self) -> None:
         """End the step with the next schedule, or with the process."""
-        if self._boundaries.step == self._count:
-            self._count += 1
+        if self._boundaries.step == self.count:
+            self.count += 1
             self._boundaries.complete()
 
     def forward(self, options: dict[str, Any]) -> Timed:
@@ -117,6 +117,12 @@ _steps = MegatronSteps()
 atexit.register(_steps.release)  # before the hooks' own, which was registered earlier
 
 
+def _saved(asynchronous: Any, *_: Any) -> None:
+    """Report a checkpoint that was complete when the call returned."""
+    if asynchronous is None:
+        checkpoint_saved(_steps.count)
+
+
 def _after_optimizer(*_: Any) -> None:
     """Complete the step of a loop that uses an optimizer of torch."""
     if not _steps.is_in_optimizer:
@@ -143,6 +149,7 @@ def attach(module: ModuleType) -> None:
                 replace(getattr(module, name), "step", _optimizer)
     else:
         surround(module, "save", save_or_load)
+        after(module, "save", _saved)
 
 
 Function = Callable[..., Any]

@@ -1,0 +1,89 @@
+"""Checkpoints of scripts that report none, and the count of steps after a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline_wire.ring import RingReader
+from paceline_wire.spans import Op, unpack
+
+Runs = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saves")
+
+
+@pytest.fixture(scope="module")
+def runs(directory: Path) -> Runs:
+    """Return what each scenario of saving_runs.py printed."""
+    script = Path(__file__).with_name("saving_runs.py")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", str(script), str(directory)],
+        env={**environment, "PACELINE_RING_DIRECTORY": str(directory), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert finished.returncode == 0, finished.stderr
+    found = [json.loads(line) for line in finished.stdout.splitlines()]
+    return {run["name"]: run for run in found}
+
+
+def steps_of(directory: Path, scenario: str) -> list[int]:
+    reader = RingReader(directory / f"{scenario}.g0.r0.ring")
+    return [span.step for span in unpack(reader.read()) if span.op == Op.STEP]
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "path"),
+    [
+        ("complete", [None, 2, 2, 4, 4, 6], "step-*.pt"),
+        ("in_a_file_object", [None, None, 3, 3, 3, 3], "last.pt"),
+        ("weights_only", [None, None, None, 4, 4, 4], "weights.pt"),
+        ("whole_model", [None, None, None, 4, 4, 4], "whole.pt"),
+        ("weights_beside_checkpoints", [1, 2, 2, 2, 2, 2], "complete.pt"),
+        ("several_files", [None, None, None, None, 5, 5], "optimizer.pt"),
+        ("before_the_optimizer", [None, None, None, 3, 3, 3], "early.pt"),
+        ("distributed_checkpoint", [None, None, 3, 3, 3, 3], "dcp-*"),
+        ("stateful", [None, None, 3, 3, 3, 3], "app"),
+        ("timed_by_the_script", [None, None, 3, 3, 3, 3], "timed.pt"),
+        ("resumed", [None, 8, 8, 8, 8, 8], "step-*.pt"),
+    ],
+)
+def test_a_checkpoint_is_reported_with_its_step_and_path(
+    runs: Runs, directory: Path, name: str, seen: list[int | None], path: str
+) -> None:
+    assert runs[name]["seen"] == seen
+    assert runs[name]["path"] == str(directory / path)
+
+
+def test_names_with_numbers_are_described_once(runs: Runs, directory: Path) -> None:
+    assert runs["numbered_folders"]["seen"] == [1, 2, 3, 4, 5, 6]
+    assert runs["numbered_folders"]["path"] == str(directory / "step-*" / "model.pt")
+
+
+@pytest.mark.parametrize("name", ["no_checkpoints", "failed", "saved_on_command"])
+def test_other_saves_are_no_checkpoints(runs: Runs, name: str) -> None:
+    assert runs[name]["seen"] == [None] * 6
+    assert runs[name]["path"] is None
+
+
+def test_what_the_script_reports_itself_counts(runs: Runs) -> None:
+    assert runs["reported_by_the_script"]["seen"] == [1, 2, 2, 2, 2, 2]
+
+
+def test_the_steps_of_a_script_that_resumes_continue(runs: Runs, directory: Path) -> None:
+    assert runs
+    assert steps_of(directory, "complete") == [0, 1, 2, 3, 4, 5]
+    assert steps_of(directory, "resumed") == [6, 7, 8, 9, 10, 11]
+    assert steps_of(directory, "resumed_in_marked_steps") == [0, 1, 2, 3, 4, 5]

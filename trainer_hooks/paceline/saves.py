@@ -1,0 +1,163 @@
+"""The checkpoints that a script saves by itself, with `torch.save` and its kin.
+
+A script saves much else: metrics, samples, the weights for an evaluation. A save counts as a
+checkpoint if it contains the state of an optimizer or, in a process that has never saved one, all
+parameters that train. This reads the structure and the shapes, which are on the host; no tensor is
+touched. If in doubt a save does not count: a repair that waits for a checkpoint then asks a person.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+from paceline.loop import Loop
+from paceline.recorder import Recorder
+
+MOST_OBJECTS = 1 << 16  # that are searched in one save
+LONGEST_PATH = 300
+MOST_PATHS = 4  # that are described, if the name of each checkpoint is another
+
+
+class Save(NamedTuple):
+    """One call of a function that saves."""
+
+    contents: Any
+    path: Any  # or a file with a name
+    takes_stateful: bool = False  # as torch.distributed.checkpoint does
+
+
+class Saves:
+    """Reports the checkpoints of one session. The thread that trains calls all methods."""
+
+    def __init__(self, recorder: Recorder, loop: Loop, describe: Callable[[str], None]) -> None:
+        """`describe` publishes where the checkpoints are."""
+        self._recorder = recorder
+        self._loop = loop
+        self._describe = describe
+        self._paths: list[str] = []  # that were described
+        self._latest = ""
+        self._contain_optimizers = False
+        self.are_reported = False  # the script or its framework reports its checkpoints itself
+
+    def saved(self, save: Save, optimizers: Iterable[Any], result: Any) -> None:
+        """Report a save that has returned, if it is of a checkpoint.
+
+        Args:
+            save: the call.
+            optimizers: all optimizers of this process that are known.
+            result: what the call returned; of an asynchronous one, the future of its completion.
+        """
+        step = self._completed_steps()
+        if self.are_reported or not step or not self._is_checkpoint(save, optimizers):
+            return
+        self._describe_path(save.path)
+        future = getattr(result, "upload_completion", result)
+        if hasattr(future, "add_done_callback"):
+            future.add_done_callback(partial(self._completed, step))
+        else:
+            self._recorder.checkpoint_saved(step)
+
+    def _completed(self, step: int, future: Any) -> None:
+        """An asynchronous save has ended, in any thread."""
+        try:
+            if future.exception() is None:
+                self._recorder.checkpoint_saved(step)
+        except Exception:
+            self._recorder.failures += 1
+
+    def _completed_steps(self) -> int | None:
+        """Return how many steps what is saved now contains; None before the first step."""
+        loop, step = self._loop, self._recorder.step
+        if not loop.has_begun:
+            return None
+        if loop.is_open and loop.has_optimized and not loop.optimizer_calls:
+            return step  # the optimizer has not stepped in it yet
+        return step + 1
+
+    def _is_checkpoint(self, save: Save, optimizers: Iterable[Any]) -> bool:
+        shapes, has_optimizer = _contents(save)
+        if has_optimizer:
+            self._contain_optimizers = True
+            return True
+        if self._contain_optimizers:
+            return False  # the weights alone; the script resumes from the complete ones
+        trained = Counter(
+            tuple(parameter.shape)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        )
+        return bool(trained) and trained <= shapes
+
+    def _describe_path(self, path: Any) -> None:
+        if not isinstance(path, str | os.PathLike):
+            path = getattr(path, "name", None)  # a file has one
+        if not isinstance(path, str | os.PathLike):
+            return
+        place = os.path.abspath(os.fsdecode(path))
+        shown = _pattern(place, parts=1)
+        if shown != self._latest and _pattern(shown, parts=2) == _pattern(self._latest, parts=2):
+            shown = _pattern(shown, parts=2)  # the folders have numbers
+        self._latest = shown
+        is_new = shown not in self._paths and len(self._paths) < MOST_PATHS
+        if is_new and len(shown) <= LONGEST_PATH:
+            self._paths.append(shown)
+            self._describe(shown)
+
+
+def completed_steps(optimizers: Iterable[Any]) -> int:
+    """Return how many steps the optimizers have made, as Adam and its kin count them; 0 if unknown.
+
+    A checkpoint restores this count, also where a framework or script has none of its own.
+    """
+    counts = [0]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            count = state.get("step") if isinstance(state, dict) else None
+            if count is not None and not getattr(count, "is_cuda", False):
+                counts.append(int(count))
+            break
+    return max(counts)
+
+
+def _pattern(path: str, *, parts: int) -> str:
+    """Return the path with * for the numbers in its last parts: `/ckpt/step-*.pt`."""
+    components = path.split(os.sep)
+    starred = [re.sub(r"\d+", "*", component) for component in components[-parts:]]
+    return os.sep.join([*components[:-parts], *starred])
+
+
+def _contents(save: Save) -> tuple[Counter[tuple[int, ...]], bool]:
+    """Return the shapes of the saved tensors, and whether there is the state of an optimizer."""
+    torch: Any = sys.modules["torch"]
+    shapes: Counter[tuple[int, ...]] = Counter()
+    waiting, left = [save.contents], MOST_OBJECTS
+    while waiting and left > 0:
+        left -= 1
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            shapes[tuple(each.shape)] += 1
+        elif isinstance(each, torch.nn.Module):
+            shapes.update(tuple(parameter.shape) for parameter in each.parameters())
+        elif isinstance(each, torch.optim.Optimizer) or _is_optimizer_state(each):
+            return shapes, True
+        elif isinstance(each, dict):
+            waiting += islice(dict.values(each), left)
+        elif isinstance(each, list | tuple):
+            waiting += islice(each, left)
+        elif save.takes_stateful and hasattr(each, "state_dict"):
+            return shapes, True  # an object of the script with all that it resumes from
+    return shapes, False
+
+
+def _is_optimizer_state(each: Any) -> bool:
+    groups = each.get("param_groups") if isinstance(each, dict) and "state" in each else None
+    return isinstance(groups, list) and len(groups) > 0
