@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 Mode = Literal["default", "observe", "dry-run", "approve", "auto"]
+Resumes = Literal["seen", "yes", "no"]
 
 _DAY_SECONDS = 86_400
 
@@ -26,11 +27,20 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Who decides on repairs. observe: only incidents are reported; dry-run: "
             "says what it would do; approve: a person approves each restart; auto: Paceline; "
-            "default: auto if the script can save a checkpoint on command, else approve. In every "
-            "mode, a job that makes progress is stopped without a checkpoint only after a person "
-            "has approved it."
+            "default: auto if the script can save a checkpoint on command or is known to resume "
+            "from its own, else approve. In every mode, a job that makes progress is stopped "
+            "without a checkpoint only after a person has approved it."
         ),
     ] = "default"
+    resumes: Annotated[
+        Resumes,
+        Meta(
+            description="Whether the script, started again by the same command, continues from its "
+            "newest checkpoint. seen: once a restart has shown it; yes: without proof; no: never "
+            "assumed. It matters for scripts that save checkpoints, but not on command: a planned "
+            "restart of one that resumes waits for its next checkpoint; others need a person."
+        ),
+    ] = "seen"
     restarts_per_hour: Annotated[
         int,
         Meta(
@@ -192,14 +202,30 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1.1
 
 
-def mode_in_effect(mode: Mode, can_checkpoint: bool | None, highest_step: int | None) -> Mode:
+def does_resume(policy: Policy, has_resumed: bool | None) -> bool:
+    """Return whether the script counts as one that resumes from its own checkpoints.
+
+    Args:
+        policy: of the job.
+        has_resumed: whether its last restart continued from the newest one; None: not known.
+    """
+    return policy.resumes == "yes" or (policy.resumes == "seen" and has_resumed is True)
+
+
+def mode_in_effect(
+    policy: Policy,
+    can_checkpoint: bool | None,
+    has_resumed: bool | None,
+    highest_step: int | None,
+) -> Mode:
     """Return the mode in effect for a job; never "default".
 
     Before its first step a job has nothing to lose, so `default` means `auto`.
     """
-    if mode != "default":
-        return mode
-    return "auto" if can_checkpoint or highest_step is None else "approve"
+    if policy.mode != "default":
+        return policy.mode
+    is_safe = can_checkpoint or does_resume(policy, has_resumed) or highest_step is None
+    return "auto" if is_safe else "approve"
 
 
 class PolicyError(ValueError):

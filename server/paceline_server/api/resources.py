@@ -15,6 +15,7 @@ from paceline_server.api.coverage import unrecorded_communication
 from paceline_server.api.scaling import scaling
 from paceline_server.api.times import optional_time, time_of
 from paceline_server.api.verdict import verdict
+from paceline_server.decide.types import Experience
 from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
 from paceline_server.policy import mode_in_effect
@@ -24,6 +25,7 @@ from paceline_server.store import models, queries, rank_evidence
 from paceline_server.store.shares import medians, newest_shares, without_ranks
 from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import AgentHello, RankStackTraces
+from paceline_wire.metadata import CHECKPOINT_PATH
 from paceline_wire.topology import Topology
 
 _READING_NS = 15_000_000_000  # collectors of GPUs run each second
@@ -51,6 +53,7 @@ def efficiency(session: Session, row: models.JobRow) -> schemas.EfficiencyModel:
 
 def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
     known = condition(session, row, as_of)
+    shown = row.experience or Experience()
     return schemas.Job(
         id=row.id,
         name=row.name,
@@ -59,8 +62,12 @@ def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
         restarts=queries.count_restarts(session, row.id),
         topology=topology(row.topology),
         requested_topology=topology(row.spec.topology),
-        mode=mode_in_effect(row.policy.mode, row.can_checkpoint, row.highest_step),
+        mode=mode_in_effect(row.policy, row.can_checkpoint, shown.resumes, row.highest_step),
         can_checkpoint=row.can_checkpoint,
+        checkpoint_step=row.checkpoint_step,
+        checkpoint_path=row.spec.metadata.get(CHECKPOINT_PATH),
+        checkpoint_interval_steps=shown.checkpoint_interval_steps,
+        resumes=shown.resumes,
         policy=msgspec.to_builtins(row.policy),
         watched=row.watched,
         created_at=time_of(row.created_ns),
@@ -407,6 +414,7 @@ def action(row: models.ActionRow) -> schemas.Action:
             )
             for phase in view.phases
         ],
+        can_be_rejected=view.can_be_rejected,
         price_steps=view.price_steps,
         price_seconds=finite(view.price_seconds),
         lost_steps=view.lost_steps,

@@ -165,6 +165,11 @@ class Job(Resource):
     # condition of its processes; `state` is what Paceline does with the job
     condition: JobCondition
     can_checkpoint: bool | None  # whether the script saves on command; null: not yet known
+    checkpoint_step: int | None  # steps completed in the newest complete checkpoint
+    checkpoint_path: str | None = Field(examples=["/ckpt/step-*.pt"])
+    checkpoint_interval_steps: int | None  # median of the recent ones
+    # whether the last restart continued from the newest checkpoint; null: not restarted yet
+    resumes: bool | None
     policy: PolicyValues
     watched: bool  # an external job (torchrun, Slurm): diagnosed, never acted on
     created_at: datetime
@@ -489,6 +494,7 @@ class Action(Resource):
     created_at: datetime
     finished_at: datetime | None
     phases: list[PhaseModel]
+    can_be_rejected: bool  # proposed, or waiting for the script's own checkpoint
     # The steps that a proposal would repeat, and about how long they take.
     price_steps: int | None
     price_seconds: float | None

@@ -49,7 +49,7 @@ def decide(
         next_command_id: returns a number that no command of any job has used.
         new_id: `new_id("inc")` returns a new id such as "inc-5e0f1a2b"; also called with "act".
     """
-    mode = mode_in_effect(policy.mode, view.can_checkpoint, view.highest_step)
+    mode = mode_in_effect(policy, view.can_checkpoint, view.experience.resumes, view.highest_step)
     draft = Draft(view, replace(policy, mode=mode), now_ns, next_command_id, new_id)
     if not draft.ended:
         _end_if_finished(draft)

@@ -10,6 +10,7 @@ from paceline_server.decide.types import (
     ActionView,
     AuditEntry,
     Decision,
+    Experience,
     IncidentView,
     IssuedCommand,
     JobState,
@@ -49,6 +50,7 @@ class Draft:
         )  # ids of incidents that became more severe or were explained in this tick
         self.quarantine: dict[str, str] = {}
         self.restarted: Restarted | None = None
+        self.experience: Experience = view.experience
         self._next_command_id = next_command_id
         self._incidents = {incident.incident_id: incident for incident in view.incidents}
         self._actions = {action.action_id: action for action in view.actions}
@@ -121,5 +123,6 @@ class Draft:
             commands=self._commands,
             quarantine=self.quarantine,
             restarted=self.restarted,
+            experience=self.experience if self.experience != view.experience else None,
             audit=self._audit,
         )

@@ -104,6 +104,19 @@ def resolve(draft: Draft, incident: IncidentView, why: str) -> None:
     draft.audit("policy", "resolved", incident.incident_id, why)
 
 
+def link(draft: Draft, incident_id: str, action_id: str) -> IncidentView:
+    """Record that the action is for the incident."""
+    incident = draft.incident(incident_id)
+    if action_id in incident.action_ids:
+        return incident
+    return draft.put_incident(replace(incident, action_ids=[*incident.action_ids, action_id]))
+
+
+def mitigate(draft: Draft, incident_id: str, action_id: str) -> None:
+    """Record that the action is repairing the incident."""
+    draft.put_incident(replace(link(draft, incident_id, action_id), state="mitigating"))
+
+
 def resolve_repaired(draft: Draft) -> None:
     """After a restart: resolve the incidents of earlier generations.
 

@@ -48,6 +48,17 @@ def fatal_findings(draft: Draft) -> list[Finding]:
     ]
 
 
+def is_progressing(draft: Draft) -> bool:
+    """Return whether all ranks run and make progress."""
+    return (
+        draft.view.highest_step is not None
+        and bool(draft.ranks)
+        and not any(rank.state == "exited" for rank in draft.ranks)
+        and not silent_agents(draft)
+        and not fatal_findings(draft)
+    )
+
+
 def quarantine(draft: Draft, agent: str, why: str) -> None:
     """Assign no ranks to the node until a person releases it."""
     node = next((node for node in draft.view.nodes if node.agent_id == agent), None)

@@ -10,7 +10,7 @@ from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import ActionView, JobState, Phase
 from paceline_server.decide.wording import join_names
 
-PhaseName = Literal["checkpoint", "cancel", "stop", "place", "start", "observe"]
+PhaseName = Literal["checkpoint", "cancel", "wait", "stop", "place", "start", "observe"]
 
 
 class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,13 +22,17 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     phase: PhaseName | None = None  # None: not begun
     since_ns: int = 0
     planned: bool = False  # whether to save a checkpoint before the ranks are stopped
+    waits: bool = False  # planned: for the script's own next checkpoint, not one on command
     why: str = ""  # what is wrong, one sentence
     remark: str = ""  # sentences that follow the price in the reason of a proposal
     node: str | None = None  # the node to blame
     ends_as: JobState | None = None  # final job state of a `stop` action
     target_step: int | None = None
     highest_step: int | None = None  # finished by the generation that ends
-    saved_step: int | None = None  # steps completed in the checkpoint that all ranks agreed on
+    saved_step: int | None = None  # steps completed in the checkpoint that it stops after
+    saved_before: int | None = None  # the newest checkpoint when the wait began
+    last_step: int = 0  # after which the wait is given up
+    known_step: int | None = None  # newest known checkpoint when the new generation started
     first_step: int | None = None  # first step that the new generation finished
     deadline_ns: int = 0
     tries: int = 1  # number of times that the stop command was sent
@@ -96,6 +100,8 @@ def restart_reason(progress: ActionProgress, exclude: list[str]) -> str:
     if progress.node in progress.avoid and progress.node not in exclude:
         parts.append(f"if possible not on {progress.node}")
     where = ", ".join(parts) or "in place"
+    if progress.waits:
+        return f"Restart {where} after the script's own next checkpoint: {progress.why}"
     if progress.planned and progress.target_step is not None:
         return f"Checkpoint at step {progress.target_step} and restart {where}: {progress.why}"
     if progress.planned:

@@ -10,10 +10,11 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from paceline_server.decide import budget
+from paceline_server.decide.checkpoints import expected_checkpoint, resumes
 from paceline_server.decide.draft import Draft
 from paceline_server.decide.evidence import awaits_evidence
-from paceline_server.decide.incidents import is_fatal
-from paceline_server.decide.nodes import usable_nodes
+from paceline_server.decide.incidents import is_fatal, link, mitigate
+from paceline_server.decide.nodes import is_progressing, usable_nodes
 from paceline_server.decide.placement import place
 from paceline_server.decide.price import price_of, price_text
 from paceline_server.decide.progress import ActionProgress, progress_of, restart_reason
@@ -24,8 +25,7 @@ from paceline_server.decide.remedies import (
     remedy_for_failed_start,
     urgency,
 )
-from paceline_server.decide.restart.advance import begin_restart, begin_start, mitigate
-from paceline_server.decide.restart.checkpoint import is_progressing
+from paceline_server.decide.restart.advance import begin_restart, begin_start
 from paceline_server.decide.stop_job import begin_stop
 from paceline_server.decide.types import ActionState, ActionView, IncidentView
 
@@ -34,6 +34,10 @@ _UNFINISHED: tuple[ActionState, ...] = ("proposed", "approved", "running")
 _PRICE_RATIO = 1.1  # a proposal's price is updated once it has grown by this factor
 _NO_CHECKPOINT = (
     "A person has to approve it, because the script cannot save a checkpoint on command."
+)
+_MAY_NOT_RESUME = (
+    "A person has to approve it, because the script is not known to resume from its checkpoints "
+    "(policy `resumes`)."
 )
 
 
@@ -83,6 +87,9 @@ def _end_outdated_proposals(draft: Draft) -> None:
             draft.end_action(action, "superseded", error="Another restart came first.")
         elif action.incident_id is not None and action.incident_id not in unresolved:
             draft.end_action(action, "superseded", error="The incident is over.")
+    for action in draft.actions("running"):
+        if action.is_waiting and action.incident_id not in (None, *unresolved):
+            draft.end_action(action, "superseded", error="The incident is over.")
 
 
 def _update_proposals(draft: Draft) -> None:
@@ -90,7 +97,7 @@ def _update_proposals(draft: Draft) -> None:
     findings = {incident.incident_id: incident.finding for incident in draft.incidents()}
     for action in draft.actions("proposed"):
         finding, progress = findings.get(action.incident_id or ""), progress_of(action)
-        price = price_of(draft.view, saves=progress.planned)
+        price = price_of(draft.view, progress)
         is_outdated = (
             finding is not None
             and bool(progress.why)
@@ -107,9 +114,9 @@ def _update_proposals(draft: Draft) -> None:
 
 def _with_price(draft: Draft, action: ActionView, progress: ActionProgress) -> ActionView:
     """Return the proposal with its reason and price as of now."""
-    price = price_of(draft.view, saves=progress.planned)
+    price = price_of(draft.view, progress)
     reason = restart_reason(progress, action.exclude_nodes)
-    parts = (reason, price_text(price, draft.view), progress.remark)
+    parts = (reason, price_text(price, draft.view, progress), progress.remark)
     return replace(
         action,
         reason=" ".join(part for part in parts if part),
@@ -159,18 +166,23 @@ def _treat(draft: Draft, incident: IncidentView) -> None:
     if incident.finding.severity == "info" or incident.finding.generation != draft.generation:
         return
     running = _running(draft)
-    if running is not None:
+    is_more_urgent = running is not None and running.is_waiting and is_fatal(incident.finding)
+    if running is not None and not is_more_urgent:
         # A restart repairs all that was found in its generation; a failed start has no incident of
         # its own.
         if running.kind == "restart" and running.action_id not in incident.action_ids:
-            mitigate(draft, incident.incident_id, running.action_id)
+            record = link if running.is_waiting else mitigate
+            record(draft, incident.incident_id, running.action_id)
         return
     escalated = incident.incident_id in draft.escalated
     if incident.action_ids and not escalated:
         return
     remedy = None if awaits_evidence(draft, incident) else remedy_for(draft, incident)
-    if remedy is not None:
-        _act(draft, incident, remedy)
+    if remedy is None:
+        return
+    if running is not None:
+        draft.end_action(running, "superseded", error="The job no longer trains.")
+    _act(draft, incident, remedy)
 
 
 def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
@@ -188,7 +200,10 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         return
     progress = _first_progress(remedy)
     is_free = not remedy.planned or draft.view.can_checkpoint is True
-    if not is_free:
+    if not is_free and expected_checkpoint(draft.view) is not None:
+        is_free = resumes(draft.view, draft.policy)
+        progress = replace(progress, waits=True, remark="" if is_free else _MAY_NOT_RESUME)
+    elif not is_free:
         progress = replace(progress, planned=False, remark=_NO_CHECKPOINT)
     reason = restart_reason(progress, remedy.exclude)
     if draft.policy.mode == "dry-run":
@@ -196,7 +211,7 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         return
     pending = draft.actions("proposed")
     if pending and incident is not None and not is_fatal(incident.finding):
-        _link(draft, incident, pending[0].action_id)
+        link(draft, incident.incident_id, pending[0].action_id)
         return
     for other in pending:
         draft.end_action(other, "superseded", error="A more urgent restart is proposed.")
@@ -204,7 +219,8 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         remark = f"{progress.remark} Mode auto would not restart: {refusal}.".strip()
         progress = replace(progress, remark=remark)
     if draft.policy.mode == "auto" and is_free:
-        begin_restart(draft, _record(draft, incident, remedy, "proposed", reason))
+        action = _record(draft, incident, remedy, "proposed", reason)
+        begin_restart(draft, replace(action, parameters=to_builtins(progress)))
     else:
         _propose(draft, incident, remedy, progress)
 
@@ -263,13 +279,8 @@ def _record(
     draft.audit("policy", f"{remedy.kind} {state}", action.action_id, reason)
     draft.put_action(action)
     if incident is not None:
-        _link(draft, draft.incident(incident.incident_id), action.action_id)
+        link(draft, incident.incident_id, action.action_id)
     return action
-
-
-def _link(draft: Draft, incident: IncidentView, action_id: str) -> None:
-    if action_id not in incident.action_ids:
-        draft.put_incident(replace(incident, action_ids=[*incident.action_ids, action_id]))
 
 
 def _first_progress(remedy: Remedy) -> ActionProgress:

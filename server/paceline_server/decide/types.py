@@ -67,10 +67,18 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None  # newest finished step of this generation
 
 
+class Experience(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a job's checkpoints and starts that it has shown so far."""
+
+    checkpoint_interval_steps: int | None = None  # median of the recent ones
+    # Whether the last restart continued from the newest known checkpoint; None: never restarted.
+    resumes: bool | None = None
+
+
 class Phase(msgspec.Struct, frozen=True):
     """One phase of an action."""
 
-    name: str  # "checkpoint", "stop", "start", "observe", "done", ...
+    name: str  # "checkpoint", "wait", "stop", "start", "observe", "done", ...
     started_ns: int
     detail: str = ""
 
@@ -109,6 +117,16 @@ class ActionView(msgspec.Struct, frozen=True, kw_only=True):
     resumed_step: int | None = None  # first step trained after the restart
     error: str | None = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for the script's own checkpoint, and has not yet changed anything."""
+        return self.state == "running" and bool(self.phases) and self.phases[-1].name == "wait"
+
+    @property
+    def can_be_rejected(self) -> bool:
+        """Whether a person can still reject it."""
+        return self.state == "proposed" or self.is_waiting
+
 
 class Acknowledged(msgspec.Struct, frozen=True):
     """A rank's result of the control command of an action."""
@@ -146,6 +164,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     command_errors: dict[int, str] = {}  # and why those that failed did, as the agent reports it
     highest_step: int | None = None  # finished by all ranks, over all generations
     checkpoint_step: int | None = None  # newest step that every rank reported as committed
+    first_step: int | None = None  # first step that all ranks of this generation finished
+    experience: Experience = Experience()
     # Whether all ranks save a checkpoint on command; None: not yet known.
     can_checkpoint: bool | None = None
     step_seconds: float | None = None  # median of the recent steps
@@ -153,6 +173,15 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     is_superseded: bool = False  # another run of this job was started without Paceline
     # When the end of the last rank was received; None: some ranks still run.
     ended_received_ns: int | None = None
+
+    @property
+    def current_step(self) -> int | None:
+        """The newest step that all ranks of this generation finished; before that, of the job.
+
+        A script that does not number its steps counts from 0 in each generation.
+        """
+        steps = [rank.step for rank in self.ranks if rank.step is not None]
+        return min(steps) if steps and len(steps) == len(self.ranks) else self.highest_step
 
 
 class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,4 +214,5 @@ class Decision(msgspec.Struct, kw_only=True):
     commands: list[IssuedCommand] = []
     quarantine: dict[str, str] = {}  # agent_id -> reason
     restarted: Restarted | None = None
+    experience: Experience | None = None
     audit: list[AuditEntry] = []

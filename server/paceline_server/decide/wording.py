@@ -27,3 +27,15 @@ def exit_text(rank: RankView) -> str:
     if rank.exit_code is not None:
         return f"exited with code {rank.exit_code}"
     return "ended"
+
+
+def steps_text(count: int) -> str:
+    """Return "1 step" or "1,200 steps"."""
+    return "1 step" if count == 1 else f"{count:,} steps"
+
+
+def time_text(seconds: float) -> str:
+    """Return "12 s", "3.4 min" or "1.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -137,6 +137,8 @@ class Engine:
             highest_step=self._highest_step,
             can_checkpoint=running.can_checkpoint(),
             saved_step=running.saved_step(),
+            checkpoint_interval_steps=running.checkpoint_interval_steps(),
+            first_step=running.first_step,
             ended_ns=max(map(self._clocks.server_time_ns, running.exit_times), default=None),
             ended_received_ns=max(
                 (exited.received_ns for exited in running.exit_times), default=None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -52,6 +53,7 @@ from paceline_wire.stacks import bounded, plain
 
 RECENT_STEPS = 20  # steps in the typical step time that is displayed
 P99_STEPS = 200
+SAVED_STEPS = 9  # checkpoints whose median interval is taken
 # Steps for the what-if replay: enough to distinguish a fault from noise, in tables of bounded size
 # (a row has about 100 bytes).
 REPLAYED_STEPS = 8
@@ -106,6 +108,8 @@ class RunningGeneration:
         self._replay = RunReplay((), self.generation.topology, {})
         self._active_findings: dict[str, Finding] = {}  # by fingerprint
         self._steps_finished = 0
+        self.first_step: int | None = None  # that all ranks finished
+        self._saved_steps: deque[int] = deque(maxlen=SAVED_STEPS)  # newest complete checkpoints
 
     def feed(self, batch: Batch, received_ns: int, clock_shift_ns: int) -> None:
         for event in batch.events:
@@ -215,6 +219,8 @@ class RunningGeneration:
             self._durations.append(summary.duration_seconds)
             self._joined.add(summary, now_ns)
         self._steps_finished += len(steps)
+        if steps and self.first_step is None:
+            self.first_step = steps[0].step
         return steps
 
     def _with_goodput(self, summary: StepSummary, timing: StepTiming) -> StepSummary:
@@ -353,7 +359,15 @@ class RunningGeneration:
         """Return the newest checkpoint reported by all ranks that report checkpoints."""
         states = [live.state for live in self._ranks.values() if live.state is not None]
         steps = [state.view.saved_step for state in states]
-        return min((step for step in steps if step is not None), default=None)
+        newest = min((step for step in steps if step is not None), default=None)
+        if newest is not None and newest > max(self._saved_steps, default=-1):
+            self._saved_steps.append(newest)
+        return newest
+
+    def checkpoint_interval_steps(self) -> int | None:
+        """Return the usual number of steps between two checkpoints; None before the second."""
+        intervals = [after - before for before, after in pairwise(self._saved_steps)]
+        return round(median(intervals)) if intervals else None
 
     def _step_seconds_p99(self) -> float | None:
         return float(np.percentile(self._durations, 99)) if self._durations else None

@@ -27,6 +27,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from paceline_server.decide.incidents import urgency_value
 from paceline_server.decide.types import (
     ActionView,
+    Experience,
     IncidentView,
     JobSpec,
     Restarted,
@@ -200,6 +201,7 @@ class JobRow(Base):
     highest_step: Mapped[int | None]
     checkpoint_step: Mapped[int | None]
     can_checkpoint: Mapped[bool | None]  # on command; None: not known yet
+    experience: Mapped[Experience | None] = mapped_column(StructColumn(Experience))
     step_seconds: Mapped[float | None]
     loss: Mapped[float | None]
     evaluation_loss: Mapped[float | None]

@@ -55,6 +55,8 @@ def _view(
         command_errors=dict(snapshot.command_errors),
         highest_step=columns.highest_step,
         checkpoint_step=columns.checkpoint_step,
+        first_step=outcome.first_step,
+        experience=columns.experience,
         can_checkpoint=columns.can_checkpoint,
         step_seconds=columns.step_seconds,
         stop_requested=snapshot.stop_requested,
@@ -73,6 +75,7 @@ def decided_columns(
         state=decision.state or before.state,
         topology=decision.topology or before.topology,
         generation=before.generation if decision.generation is None else decision.generation,
+        experience=decision.experience or before.experience,
     )
     if columns.state not in FINISHED:
         return columns

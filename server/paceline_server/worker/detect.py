@@ -82,6 +82,9 @@ def _progress(
     checkpoint = before.checkpoint_step if outcome.saved_step is None else outcome.saved_step
     if saved is not None:
         checkpoint = max(saved, checkpoint or 0)
+    experience, interval = before.experience, outcome.checkpoint_interval_steps
+    if interval is not None:
+        experience = replace_fields(experience, checkpoint_interval_steps=interval)
     return replace(
         before,
         ticked_ns=as_of_ns,
@@ -89,6 +92,7 @@ def _progress(
         evaluation_loss=evaluation_loss,
         step_seconds=before.step_seconds if outcome.step_seconds is None else outcome.step_seconds,
         checkpoint_step=checkpoint,
+        experience=experience,
         can_checkpoint=(
             before.can_checkpoint if outcome.can_checkpoint is None else outcome.can_checkpoint
         ),

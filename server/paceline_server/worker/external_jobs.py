@@ -234,7 +234,7 @@ def _generation_number(session: Session, job: JobRow | None, ranks: Sequence[Att
 def _forget_progress(job: JobRow, now_ns: int) -> None:
     job.created_ns = now_ns
     job.started_ns = job.step = job.highest_step = job.checkpoint_step = None
-    job.can_checkpoint = None
+    job.can_checkpoint = job.experience = None
     job.step_seconds = job.loss = job.evaluation_loss = None
     job.ledger = Ledger()
 

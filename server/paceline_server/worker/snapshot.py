@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from paceline_server.decide.types import (
     Acknowledged,
     ActionView,
+    Experience,
     IncidentView,
     JobSpec,
     JobState,
@@ -45,6 +46,7 @@ class JobColumns:
     highest_step: int | None
     checkpoint_step: int | None
     can_checkpoint: bool | None
+    experience: Experience
     step_seconds: float | None
     loss: float | None
     evaluation_loss: float | None
@@ -141,6 +143,7 @@ def _columns(job: models.JobRow) -> JobColumns:
         highest_step=job.highest_step,
         checkpoint_step=job.checkpoint_step,
         can_checkpoint=job.can_checkpoint,
+        experience=job.experience or Experience(),
         step_seconds=job.step_seconds,
         loss=job.loss,
         evaluation_loss=job.evaluation_loss,

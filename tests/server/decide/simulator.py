@@ -19,6 +19,7 @@ from paceline_server.decide.types import (
     ActionView,
     AuditEntry,
     Decision,
+    Experience,
     IncidentView,
     IssuedCommand,
     JobSpec,
@@ -87,6 +88,7 @@ class World:
         self.checkpoint_every = 10
         self.can_checkpoint: bool | None = True  # as the script declared
         self.can_save = True
+        self.resumes = True  # whether the script continues from its newest checkpoint
         self.answers = True  # whether the script reads commands
         self.detects = True
         self.server_is_asleep = False  # whether it has not yet read what agents sent meanwhile
@@ -102,6 +104,8 @@ class World:
         self.results: dict[int, bool] = {}
         self.highest_step: int | None = None
         self.checkpoint_step: int | None = None
+        self.first_step: int | None = None  # the first that this generation finished
+        self.experience = Experience()
         self.stop_requested = False
         self.audit: list[AuditEntry] = []
         self.commands: list[IssuedCommand] = []
@@ -275,6 +279,8 @@ class World:
             },
             highest_step=self.highest_step,
             checkpoint_step=self.checkpoint_step,
+            first_step=self.first_step,
+            experience=self.experience,
             can_checkpoint=self.can_checkpoint,
             step_seconds=self.step_seconds if self.highest_step is not None else None,
             stop_requested=self.stop_requested,
@@ -346,10 +352,14 @@ class World:
         self._since_step_ns = 0
         self._completed += 1
         step = self._completed - 1
+        self.first_step = step if self.first_step is None else self.first_step
         self.highest_step = max(step, -1 if self.highest_step is None else self.highest_step)
         for rank in range(self.topology.world_size):
             self._set(rank, step=step)
         if self._completed % self.checkpoint_every == 0 and self.can_save:
+            if self.checkpoint_step is not None and self.checkpoint_step < self._completed:
+                interval = self._completed - self.checkpoint_step
+                self.experience = replace(self.experience, checkpoint_interval_steps=interval)
             self.checkpoint_step = self._completed
         if self._completed >= self.last_step:
             self._all_exit(commanded=False)
@@ -504,6 +514,8 @@ class World:
             self.quarantined[agent_id] = why
         if decision.restarted is not None:
             self.restarts.append(decision.restarted)
+        if decision.experience is not None:
+            self.experience = decision.experience
         if decision.state is not None:
             self.state = decision.state
         if decision.topology is not None:
@@ -512,6 +524,7 @@ class World:
             self.ranks = decision.ranks
         if decision.generation is not None:
             self.generation = decision.generation
-            self._completed = self.checkpoint_step or 0
+            self._completed = (self.checkpoint_step or 0) if self.resumes else 0
+            self.first_step = None
             self._since_step_ns = 0
             self._silent_since_ns = None

@@ -68,7 +68,7 @@ def approve_action(
 def reject_action(
     action_id: str, parts: PartsDep, caller: Operator, body: schemas.ActionDecision | None = None
 ) -> schemas.Action:
-    """Reject a proposed action, which then never runs."""
+    """Reject an action that is proposed or waits for the script's own checkpoint."""
     return _decide(parts, caller, action_id, "rejected", body)
 
 
@@ -84,11 +84,12 @@ def _decide(
         row = session.get(models.ActionRow, action_id.replace("\0", ""))
         if row is None:
             raise not_found("action", action_id)
-        if row.state != "proposed":
+        if not (row.view.can_be_rejected if state == "rejected" else row.state == "proposed"):
             raise ProblemError(
                 409,
                 f"The action is {row.state}; only a proposed action can be approved or rejected.",
             )
+        row.restart_of = None  # a rejected one that was waiting no longer restarts
         finished_ns = now_ns if state == "rejected" else None
         row.view = msgspec.structs.replace(row.view, state=state, finished_ns=finished_ns)
         row.state, row.noticed, row.version = state, False, row.version + 1

@@ -2,11 +2,13 @@
 
     checkpoint -> stop -> place -> start -> observe -> done
         |-> cancel -> (called off)
+    wait -> stop -> ...
 
 A planned restart begins with a checkpoint that all ranks write at one agreed step. If that fails
 while the job makes progress, the restart is called off and proposed to a person: training is never
 stopped without a checkpoint unless a person approved it. If the ranks no longer make progress, they
-are stopped without one. The first start of a job begins at
+are stopped without one. For a script that saves, but not on command, it begins with the `wait` for
+its own next checkpoint, during which nothing changes. The first start of a job begins at
 `start`. A phase ends only by the agents' results or by its deadline. Every action is committed
 before its commands are sent.
 """
@@ -18,13 +20,14 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import Draft
+from paceline_server.decide.incidents import mitigate
+from paceline_server.decide.nodes import is_progressing
 from paceline_server.decide.placement import RankLayout
 from paceline_server.decide.progress import ActionProgress, PhaseName, progress_of
 from paceline_server.decide.restart.checkpoint import (
     advance_cancel,
     advance_checkpoint,
     enter_checkpoint,
-    is_progressing,
 )
 from paceline_server.decide.restart.place import advance_place
 from paceline_server.decide.restart.start import (
@@ -33,6 +36,7 @@ from paceline_server.decide.restart.start import (
     start_generation,
 )
 from paceline_server.decide.restart.stop import advance_stop_phase, enter_stop
+from paceline_server.decide.restart.wait import advance_wait, enter_wait
 from paceline_server.decide.types import ActionView
 from paceline_server.decide.wording import join_names
 
@@ -43,6 +47,9 @@ def begin_restart(draft: Draft, action: ActionView) -> None:
     planned = progress.planned and is_progressing(draft)
     progress = replace(progress, planned=planned, highest_step=draft.view.highest_step)
     action = draft.put_action(replace(action, state="running"))
+    if planned and progress.waits:
+        enter_wait(draft, action, progress)
+        return
     draft.change_state("recovering", action.reason)
     for incident in draft.incidents():
         if incident.finding.severity != "info":
@@ -72,13 +79,6 @@ def begin_start(draft: Draft, layout: RankLayout) -> None:
     start_generation(draft, action, ActionProgress(), layout)
 
 
-def mitigate(draft: Draft, incident_id: str, action_id: str) -> None:
-    """Record that the action is meant to repair the incident."""
-    incident = draft.incident(incident_id)
-    ids = [*incident.action_ids, action_id] if action_id not in incident.action_ids else None
-    draft.put_incident(replace(incident, state="mitigating", action_ids=ids or incident.action_ids))
-
-
 def advance_restart(draft: Draft, action: ActionView) -> None:
     """Advance the action with the results that arrived since the last tick."""
     phase = progress_of(action).phase
@@ -92,6 +92,7 @@ def advance_restart(draft: Draft, action: ActionView) -> None:
 _PHASES: dict[PhaseName, Callable[[Draft, ActionView], None]] = {
     "checkpoint": advance_checkpoint,
     "cancel": advance_cancel,
+    "wait": advance_wait,
     "stop": advance_stop_phase,
     "place": advance_place,
     "start": advance_start,

@@ -10,7 +10,12 @@ import math
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import Draft
-from paceline_server.decide.nodes import fatal_findings, silent_agents, usable_nodes
+from paceline_server.decide.nodes import (
+    fatal_findings,
+    is_progressing,
+    silent_agents,
+    usable_nodes,
+)
 from paceline_server.decide.placement import place
 from paceline_server.decide.progress import (
     ActionProgress,
@@ -26,17 +31,6 @@ from paceline_server.decide.wording import exit_text, join_names, join_numbers
 from paceline_wire.commands import PRELOAD, Command, ControlRanks, PreloadRanks
 
 _CANCEL_SECONDS = 15.0  # for the ranks to confirm that they no longer follow the command
-
-
-def is_progressing(draft: Draft) -> bool:
-    """Return whether all ranks run and make progress."""
-    return (
-        draft.view.highest_step is not None
-        and bool(draft.ranks)
-        and not any(rank.state == "exited" for rank in draft.ranks)
-        and not silent_agents(draft)
-        and not fatal_findings(draft)
-    )
 
 
 def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress) -> None:

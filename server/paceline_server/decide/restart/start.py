@@ -7,6 +7,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from paceline_server.decide.checkpoints import after_restart
 from paceline_server.decide.draft import Draft
 from paceline_server.decide.incidents import resolve_repaired
 from paceline_server.decide.nodes import fatal_findings, silent_agents
@@ -36,7 +37,7 @@ def start_generation(
     draft.audit("policy", f"started generation {draft.generation}", action.action_id, action.reason)
     topology = layout.topology
     detail = f"Generation {draft.generation} at {topology.text()} on {join_names(commands)}."
-    progress = replace(progress, start_commands=commands)
+    progress = replace(progress, start_commands=commands, known_step=draft.view.checkpoint_step)
     seconds = draft.policy.start_timeout_seconds
     enter_phase(draft, action, progress, "start", detail, seconds=seconds)
 
@@ -126,6 +127,8 @@ def finish_start(draft: Draft, action: ActionView) -> None:
         reached = -1 if progress.highest_step is None else progress.highest_step
         lost = max(0, reached + 1 - resumed)
         action = replace(action, resumed_step=resumed, lost_steps=lost)
+        first = draft.view.first_step
+        draft.experience = after_restart(draft.experience, first, progress.known_step)
         detail = f"Training continues with step {resumed}; {_steps_lost(lost)}."
     else:
         detail = "Training."
