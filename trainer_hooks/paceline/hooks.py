@@ -587,6 +587,16 @@ def describe_model(
         session.guard(session.describe_flops, known)
 
 
+def expect_steps(total: int) -> None:
+    """Report how many steps the whole training has; for adapters.
+
+    A script passes `metadata={"total_steps": "10000"}` to `init`.
+    """
+    session = _session
+    if session is not None and get_ident() == _owner and total > 0:
+        session.guard(session.expect_steps, total)
+
+
 # Commands and checkpoints
 
 on_checkpoint: Callable[[bool], None] = _nothing  # set by `requests.py`

@@ -34,7 +34,7 @@ from paceline.torch_events import CheckpointSections, TorchEvents
 from paceline.writer import Pipelining, Section
 from paceline.writer.interface import Timed
 from paceline_wire.coverage import NOT_RECORDED, RECORDER
-from paceline_wire.metadata import CHECKPOINT_PATH
+from paceline_wire.metadata import CHECKPOINT_PATH, TOTAL_STEPS
 from paceline_wire.ring import (
     DEFINITIONS_BYTES,
     STATE_DEFINITIONS,
@@ -262,6 +262,10 @@ class Session:
         if cuda is not None and cuda.is_initialized():
             metadata["gpu_name"] = cuda.get_device_name()
         self.update(source="steps", metadata=metadata)
+
+    def expect_steps(self, total: int) -> None:
+        """Report the number of steps of the whole training."""
+        self.update(source="framework", metadata={TOTAL_STEPS: str(int(total))})
 
     def _describe_checkpoints(self, path: str) -> None:
         self.update(source="torch", metadata={CHECKPOINT_PATH: path})

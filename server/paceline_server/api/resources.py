@@ -15,7 +15,7 @@ from paceline_server.api.coverage import unrecorded_communication
 from paceline_server.api.scaling import scaling
 from paceline_server.api.times import optional_time, time_of
 from paceline_server.api.verdict import verdict
-from paceline_server.decide.types import Experience
+from paceline_server.decide.types import Experience, Worth
 from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
 from paceline_server.policy import mode_in_effect
@@ -395,6 +395,10 @@ def _evidence(value: Evidence) -> schemas.EvidenceModel:
     )
 
 
+def worth(value: Worth) -> schemas.WorthModel:
+    return schemas.WorthModel(**msgspec.structs.asdict(value), is_positive=value.is_positive)
+
+
 def action(row: models.ActionRow) -> schemas.Action:
     view = row.view
     return schemas.Action(
@@ -417,6 +421,7 @@ def action(row: models.ActionRow) -> schemas.Action:
         can_be_rejected=view.can_be_rejected,
         price_steps=view.price_steps,
         price_seconds=finite(view.price_seconds),
+        worth=None if view.worth is None else worth(view.worth),
         lost_steps=view.lost_steps,
         resumed_step=view.resumed_step,
         error=view.error,

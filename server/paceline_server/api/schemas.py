@@ -482,6 +482,29 @@ class PhaseModel(Resource):
     detail: str
 
 
+class WorthModel(Resource):
+    """The expected gain and cost of a planned restart, and the figures that they follow from.
+
+    In mode auto it is carried out once the gain exceeds the cost (docs/repair.md).
+    """
+
+    gain_seconds: float
+    cost_seconds: float
+    is_positive: bool  # the gain exceeds the cost
+    slow_ratio: float  # share of the step time that the fault costs
+    slow_seconds: float  # how long it is expected to last after the restart would begin
+    lasted_seconds: float  # so far
+    remaining_seconds: float  # rest of the training
+    is_remaining_known: bool  # reported by the script; else assumed
+    kept_ratio: float  # ranks after the restart over ranks now
+    wait_seconds: float  # for the script's own checkpoint
+    pause_seconds: float
+    is_pause_measured: bool
+    repeated_steps: int
+    repeated_seconds: float
+    failure_probability: float
+
+
 class Action(Resource):
     id: str
     job_id: str
@@ -498,6 +521,7 @@ class Action(Resource):
     # The steps that a proposal would repeat, and about how long they take.
     price_steps: int | None
     price_seconds: float | None
+    worth: WorthModel | None  # restarts for a slowdown only
     lost_steps: int | None
     resumed_step: int | None
     error: str | None

@@ -24,6 +24,8 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     planned: bool = False  # whether to save a checkpoint before the ranks are stopped
     waits: bool = False  # planned: for the script's own next checkpoint, not one on command
     why: str = ""  # what is wrong, one sentence
+    kept_ratio: float = 1.0  # planned: ranks of the next generation over those of this one
+    held: bool = False  # proposed only because its gain is smaller than its cost: begun later
     remark: str = ""  # sentences that follow the price in the reason of a proposal
     node: str | None = None  # the node to blame
     ends_as: JobState | None = None  # final job state of a `stop` action

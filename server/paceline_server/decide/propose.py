@@ -28,16 +28,21 @@ from paceline_server.decide.remedies import (
 from paceline_server.decide.restart.advance import begin_restart, begin_start
 from paceline_server.decide.stop_job import begin_stop
 from paceline_server.decide.types import ActionState, ActionView, IncidentView
+from paceline_server.decide.worth import worth_of, worth_text
+from paceline_server.detect.kinds import kind_of
 
 NEVER_ACTS = ("observe", "dry-run")
 _UNFINISHED: tuple[ActionState, ...] = ("proposed", "approved", "running")
-_PRICE_RATIO = 1.1  # a proposal's price is updated once it has grown by this factor
+_NEWS_RATIO = 1.1  # a proposal's figures are updated once they have changed by this factor
 _NO_CHECKPOINT = (
     "A person has to approve it, because the script cannot save a checkpoint on command."
 )
 _MAY_NOT_RESUME = (
     "A person has to approve it, because the script is not known to resume from its checkpoints "
     "(policy `resumes`)."
+)
+_NOT_WORTH_IT = (
+    "It is carried out once its gain exceeds its cost, or if a person approves it before."
 )
 
 
@@ -93,35 +98,71 @@ def _end_outdated_proposals(draft: Draft) -> None:
 
 
 def _update_proposals(draft: Draft) -> None:
-    """Bring the reasons and prices of open proposals up to date."""
+    """Bring the reasons and figures of open proposals up to date; begin those now worth it."""
     findings = {incident.incident_id: incident.finding for incident in draft.incidents()}
     for action in draft.actions("proposed"):
         finding, progress = findings.get(action.incident_id or ""), progress_of(action)
-        price = price_of(draft.view, progress)
         is_outdated = (
             finding is not None
             and bool(progress.why)
             and not progress.why.startswith(finding.summary)
         )
-        # Not in each tick, because every change is a write and can conflict with a person's
-        # decision.
-        if not is_outdated and price.steps < _PRICE_RATIO * max(action.price_steps or 0, 1):
-            continue
         if is_outdated and finding is not None:
             progress = replace(progress, why=current_reason(draft, finding))
-        draft.put_action(_with_price(draft, action, progress))
+        updated = _with_figures(draft, action, progress)
+        if _is_due(draft, updated):
+            begun = replace(progress, held=False, remark="")
+            begin_restart(draft, _with_figures(draft, action, begun))
+        # Not in each tick, because every change is a write and can conflict with a person's
+        # decision.
+        elif is_outdated or _is_news(action, updated):
+            draft.put_action(updated)
 
 
-def _with_price(draft: Draft, action: ActionView, progress: ActionProgress) -> ActionView:
-    """Return the proposal with its reason and price as of now."""
-    price = price_of(draft.view, progress)
-    reason = restart_reason(progress, action.exclude_nodes)
-    parts = (reason, price_text(price, draft.view, progress), progress.remark)
+def _is_due(draft: Draft, action: ActionView) -> bool:
+    """Return whether a restart that waited until it is worth its cost can begin."""
+    progress, worth = progress_of(action), action.worth
+    if not progress.held or worth is None or not worth.is_positive or action.incident_id is None:
+        return False
+    if draft.policy.mode != "auto" or _running(draft) is not None or not is_progressing(draft):
+        return False
+    remedy = remedy_for(draft, draft.incident(action.incident_id))
+    is_same = remedy is not None and remedy.planned and remedy.exclude == action.exclude_nodes
+    return is_same and budget.refusal(draft.view, draft.policy, draft.now_ns) is None
+
+
+def _is_news(before: ActionView, after: ActionView) -> bool:
+    """Return whether the figures of a proposal have changed notably."""
+    if (after.price_steps or 0) >= _NEWS_RATIO * max(before.price_steps or 0, 1):
+        return True
+    if before.worth is None or after.worth is None:
+        return before.worth is not after.worth
+    pairs = (
+        (before.worth.gain_seconds, after.worth.gain_seconds),
+        (before.worth.cost_seconds, after.worth.cost_seconds),
+    )
+    return any(abs(new - old) > (_NEWS_RATIO - 1.0) * max(abs(old), 1.0) for old, new in pairs)
+
+
+def _with_figures(draft: Draft, action: ActionView, progress: ActionProgress) -> ActionView:
+    """Return the restart with its reason, price and worth as of now."""
+    price, worth = price_of(draft.view, progress), None
+    if action.incident_id is not None:
+        finding = draft.incident(action.incident_id).finding
+        if kind_of(finding.kind).is_slow_fault:
+            worth = worth_of(draft.view, draft.policy, finding, progress)
+    parts = (
+        restart_reason(progress, action.exclude_nodes),
+        price_text(price, draft.view, progress),
+        "" if worth is None else worth_text(worth),
+        progress.remark,
+    )
     return replace(
         action,
         reason=" ".join(part for part in parts if part),
         price_steps=price.steps,
         price_seconds=price.seconds,
+        worth=worth,
         parameters=to_builtins(progress),
     )
 
@@ -218,20 +259,14 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
     if draft.policy.mode == "approve" and refusal is not None:
         remark = f"{progress.remark} Mode auto would not restart: {refusal}.".strip()
         progress = replace(progress, remark=remark)
-    if draft.policy.mode == "auto" and is_free:
-        action = _record(draft, incident, remedy, "proposed", reason)
-        begin_restart(draft, replace(action, parameters=to_builtins(progress)))
+    action = _with_figures(draft, _record(draft, incident, remedy, "proposed", reason), progress)
+    if draft.policy.mode != "auto" or not is_free:
+        draft.put_action(action)
+    elif remedy.planned and action.worth is not None and not action.worth.is_positive:
+        held = replace(progress, held=True, remark=_NOT_WORTH_IT)
+        draft.put_action(_with_figures(draft, action, held))
     else:
-        _propose(draft, incident, remedy, progress)
-
-
-def _propose(
-    draft: Draft, incident: IncidentView | None, remedy: Remedy, progress: ActionProgress
-) -> None:
-    """Propose the restart to a person, with its price."""
-    reason = restart_reason(progress, remedy.exclude)
-    action = _record(draft, incident, remedy, "proposed", reason)
-    draft.put_action(_with_price(draft, action, progress))
+        begin_restart(draft, replace(action, reason=reason))
 
 
 def _propose_what_was_called_off(draft: Draft) -> None:
@@ -245,7 +280,9 @@ def _propose_what_was_called_off(draft: Draft) -> None:
         )
         remark = f"A person has to approve it: {progress.trouble}"
         again = replace(_first_progress(remedy), remark=remark)
-        _propose(draft, _incident_of(draft, action), remedy, again)
+        reason = restart_reason(again, remedy.exclude)
+        proposed = _record(draft, _incident_of(draft, action), remedy, "proposed", reason)
+        draft.put_action(_with_figures(draft, proposed, again))
 
 
 def _refuse(draft: Draft, incident: IncidentView | None, remedy: Remedy, refusal: str) -> None:
@@ -285,7 +322,11 @@ def _record(
 
 def _first_progress(remedy: Remedy) -> ActionProgress:
     return ActionProgress(
-        planned=remedy.planned, why=remedy.why, node=remedy.node, avoid=remedy.avoid
+        planned=remedy.planned,
+        why=remedy.why,
+        node=remedy.node,
+        avoid=remedy.avoid,
+        kept_ratio=remedy.kept_ratio,
     )
 
 

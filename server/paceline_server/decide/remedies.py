@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paceline_server.decide import budget
+from paceline_server.decide import budget, worth
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.incidents import (
     is_fatal,
@@ -52,6 +52,7 @@ class Remedy(Struct, frozen=True, kw_only=True):
     exclude: list[str] = []
     avoid: list[str] = []  # used only if the job does not fit on the others, the last one first
     node: str | None = None  # the node to blame
+    kept_ratio: float = 1.0  # planned: ranks of the next generation over those of this one
 
 
 def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
@@ -129,15 +130,18 @@ def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:
         return Remedy(kind="notify", why=f"{reason} The node itself is not suspected.")
     if not finding.can_checkpoint:
         return Remedy(kind="notify", why=f"{reason} It cannot save a checkpoint now.")
-    obstacle = _obstacle_to_exclusion(draft, finding)
+    kept_ratio = _share_kept(draft, finding.node)
+    obstacle = _obstacle_to_exclusion(draft, finding, kept_ratio)
     if obstacle is not None:
         return Remedy(kind="notify", why=f"{reason} {obstacle}")
+    assert kept_ratio is not None, "without an obstacle there is a place for the ranks"
     return Remedy(
         kind="restart",
         planned=True,
         why=reason,
         exclude=[finding.node],
         node=finding.node,
+        kept_ratio=kept_ratio,
     )
 
 
@@ -147,19 +151,21 @@ def _persists(draft: Draft, finding: Finding) -> bool:
     return since is not None and highest is not None and highest - since >= PERSISTENT_STEPS
 
 
-def _obstacle_to_exclusion(draft: Draft, finding: Finding) -> str | None:
+def _share_kept(draft: Draft, without: str) -> float | None:
+    """Return the ranks of a generation without this node over those of now; None: no place."""
+    layout = place(draft.view.spec.topology, usable_nodes(draft, {without}), draft.ranks)
+    return None if layout is None else layout.topology.world_size / draft.topology.world_size
+
+
+def _obstacle_to_exclusion(draft: Draft, finding: Finding, share_kept: float | None) -> str | None:
     """Return why a slow node must stay in the job; None: a restart without it is better."""
     assert finding.node is not None
     if not _may_quarantine(draft, finding.node, 0):
         return "No more nodes may be quarantined."
-    nodes = usable_nodes(draft, {finding.node})
-    layout = place(draft.view.spec.topology, nodes, draft.ranks)
-    if layout is None:
+    if share_kept is None:
         return "No other node can take over."
-    share_kept = layout.topology.world_size / draft.topology.world_size
-    share_now = 1.0 - finding.cost_ratio if finding.cost_ratio is not None else None
-    if share_now is None:
-        share_now = 1.0 / finding.slowdown if finding.slowdown else 0.0
+    slow_share = worth.slow_share(finding)
+    share_now = 0.0 if slow_share is None else 1.0 - slow_share
     if share_kept < 1.0 and share_kept <= share_now:
         return "No spare node can take over, and a smaller job would be even slower."
     return None

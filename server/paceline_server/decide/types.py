@@ -73,6 +73,34 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_interval_steps: int | None = None  # median of the recent ones
     # Whether the last restart continued from the newest known checkpoint; None: never restarted.
     resumes: bool | None = None
+    # From the stop of the ranks to a step of all, of the last restart; before that, of the start.
+    pause_seconds: float | None = None
+    starts: int = 0  # first starts and restarts that were observed to the end
+    failed_starts: int = 0  # starts that did not lead to a step of all ranks
+
+
+class Worth(msgspec.Struct, frozen=True, kw_only=True):
+    """The expected gain and cost of a planned restart, and the figures that they follow from."""
+
+    gain_seconds: float
+    cost_seconds: float
+    slow_ratio: float  # share of the step time that the fault costs
+    slow_seconds: float  # how long it is expected to last after the restart would begin
+    lasted_seconds: float  # so far
+    remaining_seconds: float  # rest of the training
+    is_remaining_known: bool  # reported by the script; else assumed
+    kept_ratio: float  # ranks after the restart over ranks now
+    wait_seconds: float  # for the script's own checkpoint
+    pause_seconds: float
+    is_pause_measured: bool
+    repeated_steps: int
+    repeated_seconds: float
+    failure_probability: float
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether the gain exceeds the cost."""
+        return self.gain_seconds > self.cost_seconds
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -114,6 +142,7 @@ class ActionView(msgspec.Struct, frozen=True, kw_only=True):
     # The steps that a proposed restart would repeat, since the newest checkpoint. None: unknown.
     price_steps: int | None = None
     price_seconds: float | None = None
+    worth: Worth | None = None  # restarts for a slowdown only
     resumed_step: int | None = None  # first step trained after the restart
     error: str | None = None
 

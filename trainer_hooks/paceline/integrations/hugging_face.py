@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from transformers.trainer import DEFAULT_CALLBACKS, Trainer
 from transformers.trainer_callback import TrainerCallback
 
-from paceline.hooks import checkpoint_saved, evaluate, report
+from paceline.hooks import checkpoint_saved, evaluate, expect_steps, report
 from paceline.integrations.boundaries import (
     Between,
     StepBoundaries,
@@ -39,6 +39,7 @@ class PacelineCallback(TrainerCallback):  # type: ignore[misc]
     @never_raises
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._boundaries.take()
+        expect_steps(state.max_steps)
         self._boundaries.begin(state.global_step)
 
     @never_raises

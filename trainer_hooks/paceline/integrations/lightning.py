@@ -18,7 +18,7 @@ import signal
 import sys
 from typing import Any
 
-from paceline.hooks import checkpoint_saved, report, terminated
+from paceline.hooks import checkpoint_saved, expect_steps, report, terminated
 from paceline.integrations.boundaries import (
     StepBoundaries,
     follow,
@@ -53,6 +53,7 @@ class LightningCallback(_package.Callback):  # type: ignore[misc]
     @never_raises
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _boundaries.take()
+        expect_steps(trainer.max_steps)  # -1: the epochs are limited
         _boundaries.begin(trainer.global_step)
 
     @never_raises

@@ -8,7 +8,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from paceline_server.decide.checkpoints import after_restart
-from paceline_server.decide.draft import Draft
+from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.incidents import resolve_repaired
 from paceline_server.decide.nodes import fatal_findings, silent_agents
 from paceline_server.decide.placement import RankLayout
@@ -23,6 +23,7 @@ from paceline_server.decide.wording import exit_text, join_names, join_numbers
 from paceline_wire.commands import Command, PreloadRanks, RankSpec, StartRanks
 
 _ERROR_CHARACTERS = 300
+_PAUSES = ("stop", "start", "observe")  # phases without training, besides the wait for nodes
 
 
 def start_generation(
@@ -123,6 +124,10 @@ def finish_start(draft: Draft, action: ActionView) -> None:
     """End the action: the new generation trains, or has already finished."""
     progress = progress_of(action)
     resumed = _resumed_step(draft, progress)
+    shown = draft.experience
+    draft.experience = replace(
+        shown, pause_seconds=_pause_seconds(action, draft.now_ns), starts=shown.starts + 1
+    )
     if action.kind == "restart" and resumed is not None:
         reached = -1 if progress.highest_step is None else progress.highest_step
         lost = max(0, reached + 1 - resumed)
@@ -136,6 +141,16 @@ def finish_start(draft: Draft, action: ActionView) -> None:
     draft.end_action(replace(action, phases=phases), "done", verb="finished")
     draft.change_state("running", detail)
     resolve_repaired(draft)
+
+
+def _pause_seconds(action: ActionView, now_ns: int) -> float:
+    """Return how long the ranks did not train; the wait for nodes is not part of it."""
+    begins = [*(phase.started_ns for phase in action.phases[1:]), now_ns]
+    return sum(
+        (end_ns - phase.started_ns) / NANOSECONDS
+        for phase, end_ns in zip(action.phases, begins, strict=True)
+        if phase.name in _PAUSES
+    )
 
 
 def finish_unobserved(draft: Draft, action: ActionView) -> None:
@@ -186,6 +201,10 @@ def _fail_on_trouble(draft: Draft, action: ActionView) -> bool:
         return False
     action = set_progress(draft, action, replace(progress_of(action), node=node))
     draft.end_action(action, "failed", error=trouble)
+    shown = draft.experience
+    draft.experience = replace(
+        shown, starts=shown.starts + 1, failed_starts=shown.failed_starts + 1
+    )
     for incident in draft.incidents():
         if incident.state == "mitigating" and action.action_id in incident.action_ids:
             draft.put_incident(replace(incident, state="open"))
