@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline_cli.commands.jobs import show_efficiency, show_ledger
+from paceline_cli.commands.jobs import show_checkpoints, show_efficiency, show_ledger
 from paceline_server.api.examples import EXAMPLES
 
 JOB: dict[str, Any] = EXAMPLES["Job"]
@@ -20,6 +20,17 @@ def test_lost_time_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> No
     earlier = {key: value for key, value in JOB["ledger"].items() if key != "straggler_seconds"}
     show_ledger(earlier)
     assert "straggler" not in capsys.readouterr().out
+
+
+def test_checkpoints_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show_checkpoints({**JOB, "resumes": True})
+    assert capsys.readouterr().out == (
+        "newest checkpoint: step 20, one every 10 steps, /ckpt/step-*.pt, "
+        "the last restart continued from the newest one\n"
+    )
+    show_checkpoints({**JOB, "checkpoint_step": None})
+    show_checkpoints({})  # an earlier server
+    assert not capsys.readouterr().out
 
 
 def test_efficiency_takes_two_lines(capsys: pytest.CaptureFixture[str]) -> None:

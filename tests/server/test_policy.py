@@ -42,7 +42,7 @@ def test_given_fields_replace_those_of_the_base() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"patience": 1}, "patience is not a policy field; expected one of mode, restarts_per_h"),
+        ({"patience": 1}, "patience is not a policy field; expected one of mode, resumes, resta"),
         (
             {"mode": "manual"},
             "mode: expected one of default, observe, dry-run, approve, auto, got 'manual'",

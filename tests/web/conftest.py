@@ -202,6 +202,18 @@ class Story:
             self._tell(session, "incident", self.incident_id)
             self._tell(session, "job", self.job_id)
 
+    def wait_for_checkpoint(self) -> None:
+        """Have the action wait for the script's own next checkpoint."""
+        with self.site.database.write() as session:
+            action = session.get_one(models.ActionRow, self.action_id)
+            action.state = "running"
+            detail = "Waiting for the script's own next checkpoint, expected in 40 steps (20 s)."
+            phases = [Phase("wait", time.time_ns(), detail)]
+            action.view = msgspec.structs.replace(action.view, state="running", phases=phases)
+            session.get_one(models.JobRow, self.job_id).checkpoint_step = 80
+            self._tell(session, "action", self.action_id)
+            self._tell(session, "job", self.job_id)
+
     def supersede_quietly(self) -> None:
         """End the action without a notification to streams."""
         with self.site.database.write() as session:

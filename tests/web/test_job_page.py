@@ -172,6 +172,22 @@ def test_action_can_be_rejected(story: Any, visit: Callable[..., Any]) -> None:
     assert story.action_state() == "rejected"
 
 
+def test_a_restart_that_waits_for_a_checkpoint_can_be_rejected(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    story.wait_for_checkpoint()
+    page = visit(story.url).page
+    live(page)
+    action = page.locator(f"[data-action={story.action_id}]")
+    expect(action.locator(".phases")).to_contain_text("script's own next checkpoint")
+    expect(page.locator("dl").first).to_contain_text("step 80")
+    expect(action.get_by_role("button")).to_have_count(1)
+    action.get_by_role("button", name="Reject restart").click()
+    expect(action).to_contain_text("rejected")
+    assert story.action_state() == "rejected"
+
+
 def test_rejected_decision_shows_the_reason(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     watch = visit(story.url)

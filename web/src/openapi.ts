@@ -72,7 +72,7 @@ export interface paths {
         put?: never;
         /**
          * Reject Action
-         * @description Reject a proposed action, which then never runs.
+         * @description Reject an action that is proposed or waits for the script's own checkpoint.
          */
         post: operations["reject_action"];
         delete?: never;
@@ -575,6 +575,7 @@ export interface components {
         /**
          * Action
          * @example {
+         *       "can_be_rejected": true,
          *       "created_at": "2026-11-20T20:16:02.000000Z",
          *       "exclude_nodes": [
          *         "node-1"
@@ -588,10 +589,29 @@ export interface components {
          *       "price_seconds": 0,
          *       "price_steps": 0,
          *       "reason": "Checkpoint and restart without node-1: Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
-         *       "state": "proposed"
+         *       "state": "proposed",
+         *       "worth": {
+         *         "cost_seconds": 52.9,
+         *         "failure_probability": 0.0476,
+         *         "gain_seconds": 614.9,
+         *         "is_pause_measured": true,
+         *         "is_positive": true,
+         *         "is_remaining_known": true,
+         *         "kept_ratio": 1,
+         *         "lasted_seconds": 599,
+         *         "pause_seconds": 30,
+         *         "remaining_seconds": 3600,
+         *         "repeated_seconds": 0,
+         *         "repeated_steps": 0,
+         *         "slow_ratio": 0.5,
+         *         "slow_seconds": 1229.8,
+         *         "wait_seconds": 0
+         *       }
          *     }
          */
         Action: {
+            /** Can Be Rejected */
+            can_be_rejected: boolean;
             /**
              * Created At
              * Format: date-time
@@ -630,6 +650,7 @@ export interface components {
              * @enum {string}
              */
             state: "proposed" | "approved" | "running" | "done" | "failed" | "rejected" | "superseded";
+            worth: components["schemas"]["WorthModel"] | null;
         };
         /**
          * ActionDecision
@@ -650,6 +671,7 @@ export interface components {
          * @example {
          *       "items": [
          *         {
+         *           "can_be_rejected": true,
          *           "created_at": "2026-11-20T20:16:02.000000Z",
          *           "exclude_nodes": [
          *             "node-1"
@@ -663,7 +685,24 @@ export interface components {
          *           "price_seconds": 0,
          *           "price_steps": 0,
          *           "reason": "Checkpoint and restart without node-1: Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
-         *           "state": "proposed"
+         *           "state": "proposed",
+         *           "worth": {
+         *             "cost_seconds": 52.9,
+         *             "failure_probability": 0.0476,
+         *             "gain_seconds": 614.9,
+         *             "is_pause_measured": true,
+         *             "is_positive": true,
+         *             "is_remaining_known": true,
+         *             "kept_ratio": 1,
+         *             "lasted_seconds": 599,
+         *             "pause_seconds": 30,
+         *             "remaining_seconds": 3600,
+         *             "repeated_seconds": 0,
+         *             "repeated_steps": 0,
+         *             "slow_ratio": 0.5,
+         *             "slow_seconds": 1229.8,
+         *             "wait_seconds": 0
+         *           }
          *         }
          *       ]
          *     }
@@ -1195,6 +1234,9 @@ export interface components {
          * Job
          * @example {
          *       "can_checkpoint": true,
+         *       "checkpoint_interval_steps": 10,
+         *       "checkpoint_path": "/ckpt/step-*.pt",
+         *       "checkpoint_step": 20,
          *       "condition": "training",
          *       "created_at": "2026-11-20T20:15:31.000000Z",
          *       "efficiency": {
@@ -1292,6 +1334,7 @@ export interface components {
          *         "quarantine_share": 0.34,
          *         "restarts_per_day": 50,
          *         "restarts_per_hour": 10,
+         *         "resumes": "seen",
          *         "slow_link_slowdown": 1.1,
          *         "start_timeout_seconds": 900,
          *         "stop_timeout_seconds": 15,
@@ -1327,6 +1370,15 @@ export interface components {
         Job: {
             /** Can Checkpoint */
             can_checkpoint: boolean | null;
+            /** Checkpoint Interval Steps */
+            checkpoint_interval_steps: number | null;
+            /**
+             * Checkpoint Path
+             * @example /ckpt/step-*.pt
+             */
+            checkpoint_path: string | null;
+            /** Checkpoint Step */
+            checkpoint_step: number | null;
             /**
              * Condition
              * @enum {string}
@@ -1412,7 +1464,7 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
-                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
                  * @default default
                  * @enum {unknown}
                  */
@@ -1443,6 +1495,12 @@ export interface components {
                  */
                 restarts_per_hour: number;
                 /**
+                 * @description Whether the script, started again by the same command, continues from its newest checkpoint. seen: once a restart has shown it; yes: without proof; no: never assumed. It matters for scripts that save checkpoints, but not on command: a planned restart of one that resumes waits for its next checkpoint; others need a person.
+                 * @default seen
+                 * @enum {unknown}
+                 */
+                resumes: "no" | "seen" | "yes";
+                /**
                  * @description Mildest lasting slowdown of a link that is reported, if it costs at least 2% of step time. Transfers are short, and their jitter is large.
                  * @default 1.1
                  */
@@ -1471,6 +1529,8 @@ export interface components {
             requested_topology: components["schemas"]["JobTopology"];
             /** Restarts */
             restarts: number;
+            /** Resumes */
+            resumes: boolean | null;
             /** Started At */
             started_at: string | null;
             /**
@@ -1599,7 +1659,7 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
-                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
                  * @default default
                  * @enum {unknown}
                  */
@@ -1629,6 +1689,12 @@ export interface components {
                  * @default 10
                  */
                 restarts_per_hour: number;
+                /**
+                 * @description Whether the script, started again by the same command, continues from its newest checkpoint. seen: once a restart has shown it; yes: without proof; no: never assumed. It matters for scripts that save checkpoints, but not on command: a planned restart of one that resumes waits for its next checkpoint; others need a person.
+                 * @default seen
+                 * @enum {unknown}
+                 */
+                resumes: "no" | "seen" | "yes";
                 /**
                  * @description Mildest lasting slowdown of a link that is reported, if it costs at least 2% of step time. Transfers are short, and their jitter is large.
                  * @default 1.1
@@ -1665,6 +1731,9 @@ export interface components {
          *       "items": [
          *         {
          *           "can_checkpoint": true,
+         *           "checkpoint_interval_steps": 10,
+         *           "checkpoint_path": "/ckpt/step-*.pt",
+         *           "checkpoint_step": 20,
          *           "condition": "training",
          *           "created_at": "2026-11-20T20:15:31.000000Z",
          *           "efficiency": {
@@ -1762,6 +1831,7 @@ export interface components {
          *             "quarantine_share": 0.34,
          *             "restarts_per_day": 50,
          *             "restarts_per_hour": 10,
+         *             "resumes": "seen",
          *             "slow_link_slowdown": 1.1,
          *             "start_timeout_seconds": 900,
          *             "stop_timeout_seconds": 15,
@@ -2732,6 +2802,44 @@ export interface components {
             target: string | null;
             /** Text */
             text: string;
+        };
+        /**
+         * WorthModel
+         * @description The expected gain and cost of a planned restart, and the figures that they follow from.
+         *
+         *     In mode auto it is carried out once the gain exceeds the cost (docs/repair.md).
+         */
+        WorthModel: {
+            /** Cost Seconds */
+            cost_seconds: number;
+            /** Failure Probability */
+            failure_probability: number;
+            /** Gain Seconds */
+            gain_seconds: number;
+            /** Is Pause Measured */
+            is_pause_measured: boolean;
+            /** Is Positive */
+            is_positive: boolean;
+            /** Is Remaining Known */
+            is_remaining_known: boolean;
+            /** Kept Ratio */
+            kept_ratio: number;
+            /** Lasted Seconds */
+            lasted_seconds: number;
+            /** Pause Seconds */
+            pause_seconds: number;
+            /** Remaining Seconds */
+            remaining_seconds: number;
+            /** Repeated Seconds */
+            repeated_seconds: number;
+            /** Repeated Steps */
+            repeated_steps: number;
+            /** Slow Ratio */
+            slow_ratio: number;
+            /** Slow Seconds */
+            slow_seconds: number;
+            /** Wait Seconds */
+            wait_seconds: number;
         };
     };
     responses: never;

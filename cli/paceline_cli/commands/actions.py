@@ -81,13 +81,12 @@ def show(ctx: click.Context, action: str, as_json: bool) -> None:
     if found["error"]:
         click.echo(f"Error: {found['error']}")
     server = server_option(ctx, client)
+    reject = f"paceline actions reject {action}{server}"
     if found["state"] == "proposed":
-        render.show_next(
-            {
-                f"paceline actions approve {action}{server}": "let it run",
-                f"paceline actions reject {action}{server}": "refuse it",
-            }
-        )
+        approve = f"paceline actions approve {action}{server}"
+        render.show_next({approve: "let it run", reject: "refuse it"})
+    elif found.get("can_be_rejected"):  # an earlier server has none
+        render.show_next({reject: "do not restart after all"})
 
 
 @actions.command()
@@ -106,7 +105,7 @@ def approve(client: Client, action: str, comment: str, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def reject(client: Client, action: str, comment: str, as_json: bool) -> None:
-    """Reject a proposed action."""
+    """Reject an action that is proposed or waits for the script's own checkpoint."""
     _decide(client, action, "reject", comment, as_json)
 
 

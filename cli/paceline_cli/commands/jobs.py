@@ -106,6 +106,7 @@ def show(ctx: click.Context, job: str, as_json: bool) -> None:
         return
     click.echo(found["verdict"]["text"])
     click.echo(_summary(found))
+    show_checkpoints(found)
     unrecorded = found.get("unrecorded_communication")  # a server of an earlier release has none
     if unrecorded and unrecorded not in found["verdict"]["text"]:
         click.echo(unrecorded)
@@ -161,6 +162,22 @@ def _next(job: dict[str, Any], server: str) -> dict[str, str]:
     if job["state"] == "running":
         commands[f"paceline jobs stacks {name}{server}"] = "Python stacks of its ranks"
     return commands
+
+
+def show_checkpoints(job: dict[str, Any]) -> None:
+    """Print one line on the job's checkpoints, if one is known."""
+    step = job.get("checkpoint_step")  # an earlier server has none
+    if step is None:
+        return
+    parts = [f"newest checkpoint: step {step}"]
+    if job["checkpoint_interval_steps"]:
+        parts.append(f"one every {job['checkpoint_interval_steps']} steps")
+    if job["checkpoint_path"]:
+        parts.append(job["checkpoint_path"])
+    if job["resumes"] is not None:
+        resumed = "continued" if job["resumes"] else "did not continue"
+        parts.append(f"the last restart {resumed} from the newest one")
+    click.echo(", ".join(parts))
 
 
 def show_ledger(ledger: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ after the restart, and speeds relative to the healthy job of full size. `speed a
 spare node takes over, and less if the job shrinks: then it also loses in the time in which the
 slowdown would have been over.
 
-*How long does it last?* The rate at which such a slowdown ends is not known. With a Gamma prior of
-one ending in 60 s, the rate after `age` without an ending is Gamma(1, 60 s + age), and the
-probability that it lasts for another t is
+*How long does it last?* If its cause is known and only a fix ends it (a hot GPU, a degraded link):
+for the whole rest. If its cause is load on the host, or unknown, the rate at which it ends is not
+known either. With a Gamma prior of one ending in 60 s, the rate after `age` without an ending is
+Gamma(1, 60 s + age), and the probability that it lasts for another t is
 
     P(t) = b / (b + t),  b = 60 s + age
 
@@ -22,8 +23,8 @@ minutes, one of hours for much of the training. The 60 s express that load on a 
 within minutes.
 
 *How long is the rest?* As the script reports (`total_steps` in the metadata of the job). Otherwise
-by the same law: as long as it has trained so far, plus one hour, the prior for a job whose repair is left
-to Paceline.
+by the same law: as long as it has trained so far, plus one hour, the prior of a job that is worth
+repairing.
 
     cost = pause + repeated steps + P(the start fails) * (start timeout / 2 + pause)
 
@@ -42,6 +43,7 @@ from paceline_server.decide.price import price_of
 from paceline_server.decide.progress import ActionProgress
 from paceline_server.decide.types import JobView, Worth
 from paceline_server.decide.wording import steps_text, time_text
+from paceline_server.detect.causes.catalog import can_end_without_fix
 from paceline_server.detect.finding import Finding
 from paceline_server.policy import Policy
 from paceline_wire.metadata import TOTAL_STEPS
@@ -76,9 +78,10 @@ def worth_of(
     age = 0.0 if begin is None else max(0, newest - begin) * step_seconds
     expected = expected_checkpoint(view) if progress.waits else None
     wait = min(0.0 if expected is None else expected.seconds, remaining_seconds)
-    slow = expected_slow_seconds(age, wait, remaining_seconds)
-    kept = progress.kept_ratio
     rest = remaining_seconds - wait
+    can_end = can_end_without_fix(finding.cause) or finding.cause == "unknown"
+    slow = expected_slow_seconds(age, wait, remaining_seconds) if can_end else rest
+    kept = progress.kept_ratio
     gain = slow * (1.0 - (1.0 - share) / kept) + (rest - slow) * (1.0 - 1.0 / kept)
 
     shown = view.experience

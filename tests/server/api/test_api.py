@@ -17,7 +17,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from simulated_node import hello, post_job
 from sqlalchemy import select
 
-from paceline_server.decide.types import ActionView, IncidentView
+from paceline_server.decide.types import ActionView, IncidentView, Phase
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.ingest import writer
 from paceline_server.policy import Policy
@@ -440,6 +440,30 @@ def test_action_is_decided_once(server: Any, client: httpx.Client) -> None:
         assert session.scalars(
             select(AuditRow.detail).where(AuditRow.verb == "approved")
         ).all() == ["go"]
+
+
+def test_a_restart_that_waits_for_a_checkpoint_can_be_rejected(
+    server: Any, client: httpx.Client
+) -> None:
+    job_id = post_job(server.url)
+    waiting = action(job_id)
+    phases = [Phase("wait", NOW, "Waiting for the script's own next checkpoint.")]
+    waiting.state, waiting.restart_of = "running", 1
+    waiting.view = replace(waiting.view, state="running", phases=phases)
+    stopping = action(job_id, 2)
+    stopping.state = "running"
+    later = [*phases, Phase("stop", NOW, "Stopping all ranks.")]
+    stopping.view = replace(stopping.view, state="running", phases=later)
+    put(server, waiting, stopping)
+    shown = client.get("/api/v1/actions").json()["items"]
+    assert [one["can_be_rejected"] for one in shown] == [False, True]
+    assert client.post("/api/v1/actions/act-1/approve").status_code == 409
+    assert client.post("/api/v1/actions/act-2/reject").status_code == 409
+    assert client.post("/api/v1/actions/act-1/reject").json()["state"] == "rejected"
+    with server.program.database.read() as session:
+        row = session.get_one(ActionRow, "act-1")
+        assert (row.state, row.restart_of, row.noticed) == ("rejected", None, False)
+        assert row.view.finished_ns is not None
 
 
 def test_a_quarantined_node_is_released(server: Any, client: httpx.Client) -> None:

@@ -36,7 +36,8 @@ def with_total(view: JobView, steps: int) -> JobView:
 def worth(
     world: World, view: JobView, progress: ActionProgress = SPARE, **changes: object
 ) -> Worth:
-    finding = world.finding(**{"cost_ratio": 0.5, "onset_step": 3000, **changes})
+    values = {"cause": "unknown", "cost_ratio": 0.5, "onset_step": 3000, **changes}
+    finding = world.finding(**values)
     found = worth_of(view, Policy(), finding, progress)
     assert found is not None
     return found
@@ -101,6 +102,13 @@ def test_the_gain_begins_after_the_wait_for_a_checkpoint(world: World) -> None:
     assert found.repeated_steps == 4
 
 
+def test_a_cause_that_only_a_fix_ends_lasts_for_the_rest(world: World) -> None:
+    found = worth(world, with_total(view_of(world, 3599), 7200), cause="thermal throttle")
+    assert (found.slow_seconds, found.gain_seconds) == (3600.0, 1800.0)
+    load = worth(world, with_total(view_of(world, 3599), 7200), cause="CPU contention")
+    assert load.slow_seconds == pytest.approx(1229.8, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("age", "end", "expected"),
     [(0.0, 60.0, 60 * math.log(2)), (3540.0, 3600.0, 3600 * math.log(2)), (10.0, 0.0, 0.0)],
@@ -140,7 +148,7 @@ def restart(world: World) -> ActionView:
 def test_a_mild_slowdown_is_proposed_until_it_has_lasted_long_enough(world: World) -> None:
     world.policy = Policy(mode="auto")
     onset = world.highest_step
-    world.tick((world.finding(cost_ratio=0.08, onset_step=onset),))
+    world.tick((world.finding(cause="unknown", cost_ratio=0.08, onset_step=onset),))
     action = restart(world)
     assert (action.state, world.generation) == ("proposed", 1)
     assert action.worth is not None
@@ -158,7 +166,7 @@ def test_a_mild_slowdown_is_proposed_until_it_has_lasted_long_enough(world: Worl
 
 def test_a_person_may_overrule_the_computation(world: World) -> None:
     world.policy = Policy(mode="auto")
-    world.tick((world.finding(cost_ratio=0.02),))
+    world.tick((world.finding(cause="unknown", cost_ratio=0.02),))
     world.people(restart(world), "approved")
     world.until_running(2)
     assert restart(world).state == "done"
@@ -166,14 +174,14 @@ def test_a_person_may_overrule_the_computation(world: World) -> None:
 
 def test_a_restart_that_is_not_worth_it_ends_with_its_incident(world: World) -> None:
     world.policy = Policy(mode="auto")
-    world.tick((world.finding(cost_ratio=0.02),))
+    world.tick((world.finding(cause="unknown", cost_ratio=0.02),))
     world.tick((world.finding(cleared=True, summary="It is over."),))
     assert restart(world).state == "superseded"
 
 
 def test_the_figures_are_written_only_when_they_change_notably(world: World) -> None:
     world.policy = Policy(mode="approve")
-    world.tick((world.finding(),))
+    world.tick((world.finding(cause="unknown"),))
     before = len(world.decisions)
     world.run(60.0)
     written = sum(bool(one.actions) for one in world.decisions[before:])

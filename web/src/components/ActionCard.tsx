@@ -8,13 +8,13 @@ import { Badge } from "./Icon";
 
 interface Props {
   action: Action;
-  /** The job's policy mode: only `approve` waits for a decision. */
+  /** The job's policy mode: `observe` and `dry-run` execute nothing. */
   mode: string;
   connection: Connection;
   onDecided: (action: Action) => void;
 }
 
-/** One action: its reason, its phases, and the buttons if it waits for approval. */
+/** One action: its reason, its phases, and the buttons while a person can decide on it. */
 export function ActionCard({ action, mode, connection, onDecided }: Props) {
   return (
     <div class="action" data-action={action.id}>
@@ -26,11 +26,11 @@ export function ActionCard({ action, mode, connection, onDecided }: Props) {
       <p>{action.reason}</p>
       {action.error !== null && <p class="problem">{action.error}</p>}
       {action.phases.length > 0 && <Phases action={action} />}
-      {action.state === "proposed" &&
-        (mode === "approve" ? (
-          <Decision action={action} connection={connection} onDecided={onDecided} />
-        ) : (
+      {action.can_be_rejected &&
+        (mode === "observe" || mode === "dry-run" ? (
           <p class="muted">Not executed: the job's mode is {mode}.</p>
+        ) : (
+          <Decision action={action} connection={connection} onDecided={onDecided} />
         ))}
     </div>
   );
@@ -101,16 +101,18 @@ function Decision({ action, connection, onDecided }: Omit<Props, "mode">) {
 
   return (
     <div class="decision">
-      <button
-        type="button"
-        class="primary"
-        disabled={pending !== null}
-        onClick={() => {
-          void decide("approve");
-        }}
-      >
-        {pending === "approve" ? "Approving…" : `Approve ${action.kind}`}
-      </button>
+      {action.state === "proposed" && (
+        <button
+          type="button"
+          class="primary"
+          disabled={pending !== null}
+          onClick={() => {
+            void decide("approve");
+          }}
+        >
+          {pending === "approve" ? "Approving…" : `Approve ${action.kind}`}
+        </button>
+      )}
       <button
         type="button"
         aria-label={`Reject ${action.kind}`}

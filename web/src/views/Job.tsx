@@ -254,11 +254,23 @@ function Stats({ job, ended }: { job: Job; ended: number }) {
       <Stat name="Topology" note={shrunk ? `requested ${format.topology(job.requested_topology)}` : undefined}>
         {format.topology(job.topology)}
       </Stat>
+      {job.checkpoint_step !== null && (
+        <Stat name="Checkpoint" note={checkpointNote(job)}>
+          step {format.number(job.checkpoint_step)}
+        </Stat>
+      )}
       <Stat name="Mode" note={job.watched ? "external job" : undefined}>
         {job.mode}
       </Stat>
     </dl>
   );
+}
+
+function checkpointNote({ checkpoint_interval_steps, checkpoint_path }: Job): string | undefined {
+  const every =
+    checkpoint_interval_steps === null ? null : `every ${format.plural(checkpoint_interval_steps, "step")}`;
+  const parts = [every, checkpoint_path].filter((part) => part !== null);
+  return parts.length === 0 ? undefined : parts.join(", ");
 }
 
 function Stat(props: { name: string; note?: string | undefined; children: preact.ComponentChildren }) {
