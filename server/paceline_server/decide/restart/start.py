@@ -182,10 +182,10 @@ def _resumed_step(draft: Draft, progress: ActionProgress) -> int | None:
     """Return the first step that the new generation trained; None: unknown.
 
     Checkpoints count completed steps, so a checkpoint's number is that of the next step, from 0.
-    The first step that the ranks reported decides. It may have been observed one step late; then
-    the known checkpoint corrects it.
+    The first step that all ranks finished decides; until it is known, the first that they reported.
+    That may have been observed one step late; then the known checkpoint corrects it.
     """
-    first = progress.first_step
+    first = progress.first_step if draft.view.first_step is None else draft.view.first_step
     if progress.saved_step is not None:
         return progress.saved_step if first is None else min(progress.saved_step, first)
     checkpoint = draft.view.checkpoint_step
