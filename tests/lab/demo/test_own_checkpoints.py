@@ -1,4 +1,4 @@
-"""A script that only saves and resumes by itself: its planned repair waits for its own checkpoint."""
+"""A script that only saves and resumes by itself is repaired after its own next checkpoint."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from paceline.integrations.boundaries import (
     Between,
     LeadingOptimizer,
     StepBoundaries,
-    completed_steps,
     follow,
     surround,
 )
+from paceline.saves import completed_steps
 from paceline.writer.interface import Timed
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
