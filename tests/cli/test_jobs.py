@@ -23,11 +23,13 @@ def test_lost_time_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_checkpoints_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    show_checkpoints({**JOB, "resumes": True})
+    show_checkpoints({**JOB, "resumes": True, "checkpoint_advice": None})
     assert capsys.readouterr().out == (
         "newest checkpoint: step 20, one every 10 steps, /ckpt/step-*.pt, "
         "the last restart continued from the newest one\n"
     )
+    show_checkpoints(JOB)
+    assert capsys.readouterr().out.splitlines()[1] == JOB["checkpoint_advice"]["text"]
     show_checkpoints({**JOB, "checkpoint_step": None})
     show_checkpoints({})  # an earlier server
     assert not capsys.readouterr().out

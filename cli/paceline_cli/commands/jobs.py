@@ -178,6 +178,8 @@ def show_checkpoints(job: dict[str, Any]) -> None:
         resumed = "continued" if job["resumes"] else "did not continue"
         parts.append(f"the last restart {resumed} from the newest one")
     click.echo(", ".join(parts))
+    if job.get("checkpoint_advice"):
+        click.echo(job["checkpoint_advice"]["text"])
 
 
 def show_ledger(ledger: dict[str, Any]) -> None:

@@ -95,6 +95,21 @@ _JOB = {
     "checkpoint_step": 20,
     "checkpoint_path": "/ckpt/step-*.pt",
     "checkpoint_interval_steps": 10,
+    "checkpoint_advice": {
+        "interval_steps": 1094,
+        "interval_seconds": 1433.1,
+        "overhead_ratio": 0.0126,
+        "overhead_now_ratio": 0.687,
+        "checkpoint_seconds": 9.0,
+        "mttf_seconds": 115600.0,
+        "mttf_low_seconds": 62400.0,
+        "mttf_high_seconds": 252000.0,
+        "failures": 3,
+        "node_hours": 9153.0,
+        "text": "Saving every 1,094 steps (23.9 min) instead of every 10 steps would cost 1.3% of "
+        "the time instead of 68.7%: a checkpoint takes 9.0 s, and a failure is expected every "
+        "32.1 h (90%: 17.3 h to 70.0 h; 3 failures in 9,153 node hours of this fleet).",
+    },
     "resumes": None,
     "policy": msgspec.to_builtins(Policy(mode="approve")),
     "watched": False,

@@ -15,6 +15,7 @@ from paceline_server.api.coverage import unrecorded_communication
 from paceline_server.api.scaling import scaling
 from paceline_server.api.times import optional_time, time_of
 from paceline_server.api.verdict import verdict
+from paceline_server.decide.interval_advice import interval_advice
 from paceline_server.decide.types import Experience, Worth
 from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
@@ -67,6 +68,7 @@ def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
         checkpoint_step=row.checkpoint_step,
         checkpoint_path=row.spec.metadata.get(CHECKPOINT_PATH),
         checkpoint_interval_steps=shown.checkpoint_interval_steps,
+        checkpoint_advice=checkpoint_advice(shown, finite(row.step_seconds)),
         resumes=shown.resumes,
         policy=msgspec.to_builtins(row.policy),
         watched=row.watched,
@@ -86,6 +88,13 @@ def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
         open_incidents=queries.count_open_incidents(session, row.id),
         pending_actions=queries.count_pending_actions(session, row.id),
     )
+
+
+def checkpoint_advice(
+    shown: Experience, step_seconds: float | None
+) -> schemas.IntervalAdviceModel | None:
+    found = interval_advice(shown, step_seconds)
+    return None if found is None else schemas.IntervalAdviceModel(**msgspec.structs.asdict(found))
 
 
 def rank(row: models.RankRow, topology: Topology, known: RankCondition) -> schemas.Rank:

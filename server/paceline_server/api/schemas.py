@@ -153,6 +153,22 @@ class EfficiencyModel(Resource):
     scaling: ScalingModel | None
 
 
+class IntervalAdviceModel(Resource):
+    """The best interval between two checkpoints of a job, and the figures that it follows from."""
+
+    interval_steps: int
+    interval_seconds: float
+    overhead_ratio: float  # share of the time that checkpoints and repeated steps cost with it
+    overhead_now_ratio: float  # with the interval of now
+    checkpoint_seconds: float  # time that a checkpoint blocks the training
+    mttf_seconds: float  # mean time between failures of this job
+    mttf_low_seconds: float  # the interval that holds it with a probability of 90%
+    mttf_high_seconds: float
+    failures: int  # failures and hangs of all jobs in 90 days
+    node_hours: float  # in which they were seen
+    text: str
+
+
 class Job(Resource):
     id: str
     name: str
@@ -168,6 +184,7 @@ class Job(Resource):
     checkpoint_step: int | None  # steps completed in the newest complete checkpoint
     checkpoint_path: str | None = Field(examples=["/ckpt/step-*.pt"])
     checkpoint_interval_steps: int | None  # median of the recent ones
+    checkpoint_advice: IntervalAdviceModel | None  # null: a figure is not known yet
     # whether the last restart continued from the newest checkpoint; null: not restarted yet
     resumes: bool | None
     policy: PolicyValues

@@ -67,10 +67,20 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None  # newest finished step of this generation
 
 
+class FailureHistory(msgspec.Struct, frozen=True):
+    """Failures and hangs of all jobs of the fleet, and the time in which they were seen."""
+
+    failures: int
+    node_seconds: float
+
+
 class Experience(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a job's checkpoints and starts that it has shown so far."""
 
     checkpoint_interval_steps: int | None = None  # median of the recent ones
+    checkpoint_seconds: float | None = None  # time that one blocks the slowest rank; median
+    nodes: int = 0  # that run its ranks
+    fleet: FailureHistory | None = None
     # Whether the last restart continued from the newest known checkpoint; None: never restarted.
     resumes: bool | None = None
     # From the stop of the ranks to a step of all, of the last restart; before that, of the start.

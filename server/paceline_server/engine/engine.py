@@ -138,6 +138,7 @@ class Engine:
             can_checkpoint=running.can_checkpoint(),
             saved_step=running.saved_step(),
             checkpoint_interval_steps=running.checkpoint_interval_steps(),
+            checkpoint_seconds=running.checkpoint_seconds(),
             first_step=running.first_step,
             ended_ns=max(map(self._clocks.server_time_ns, running.exit_times), default=None),
             ended_received_ns=max(

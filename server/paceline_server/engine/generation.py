@@ -109,6 +109,7 @@ class RunningGeneration:
         self._active_findings: dict[str, Finding] = {}  # by fingerprint
         self._steps_finished = 0
         self.first_step: int | None = None  # that all ranks finished
+        self._blocked_seconds: deque[float] = deque(maxlen=SAVED_STEPS)  # by recent checkpoints
         self._saved_steps: deque[int] = deque(maxlen=SAVED_STEPS)  # newest complete checkpoints
 
     def feed(self, batch: Batch, received_ns: int, clock_shift_ns: int) -> None:
@@ -219,6 +220,8 @@ class RunningGeneration:
             self._durations.append(summary.duration_seconds)
             self._joined.add(summary, now_ns)
         self._steps_finished += len(steps)
+        blocked = [timing.ranks.checkpoint_seconds.max(initial=0.0) for _, timing in finished]
+        self._blocked_seconds += [float(seconds) for seconds in blocked if seconds > 0.0]
         if steps and self.first_step is None:
             self.first_step = steps[0].step
         return steps
@@ -363,6 +366,10 @@ class RunningGeneration:
         if newest is not None and newest > max(self._saved_steps, default=-1):
             self._saved_steps.append(newest)
         return newest
+
+    def checkpoint_seconds(self) -> float | None:
+        """Return how long a checkpoint usually blocks the slowest rank."""
+        return median(self._blocked_seconds) if self._blocked_seconds else None
 
     def checkpoint_interval_steps(self) -> int | None:
         """Return the usual number of steps between two checkpoints; None before the second."""

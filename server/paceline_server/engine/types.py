@@ -54,6 +54,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     can_checkpoint: bool | None = None  # all ranks declared it; None: not yet known
     saved_step: int | None = None  # newest committed checkpoint that the ranks reported
     checkpoint_interval_steps: int | None = None  # median of the recent ones of this generation
+    checkpoint_seconds: float | None = None  # time that one blocks the slowest rank; median
     first_step: int | None = None  # that all ranks of this generation finished
     ended_ns: int | None = None  # when the last rank exited; None: some ranks still run
     ended_received_ns: int | None = None  # when the report of that was received

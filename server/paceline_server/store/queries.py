@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
+from paceline_server.decide.types import FailureHistory
+from paceline_server.detect.kinds import FAILURE, HANG
 from paceline_server.store.log import FINISHED
 from paceline_server.store.models import (
     ActionRow,
@@ -48,6 +50,36 @@ def earlier_runs(session: Session, job: JobRow, limit: int) -> Sequence[JobRow]:
     row = JobRow
     query = select(row).where(row.name == job.name, row.created_ns < job.created_ns)
     return session.scalars(query.order_by(row.created_ns.desc()).limit(limit)).all()
+
+
+def failure_history(session: Session, since_ns: int) -> FailureHistory:
+    """Return the failures and hangs since then, and the time of nodes that ran jobs since then.
+
+    A job counts with the nodes of its last generation.
+    """
+    job, rank, incident = JobRow, RankRow, IncidentRow
+    end_ns = func.coalesce(job.finished_ns, job.ticked_ns)
+    nodes = (
+        select(rank.job_id, func.count(rank.agent_id.distinct()).label("count"))
+        .group_by(rank.job_id)
+        .subquery()
+    )
+    query = (
+        select(job.started_ns, end_ns, nodes.c.count)
+        .join(nodes, nodes.c.job_id == job.id)
+        .where(job.started_ns.is_not(None), end_ns > since_ns)
+    )
+    node_ns = sum(
+        max(0, ended - max(started, since_ns)) * count
+        for started, ended, count in session.execute(query)
+    )
+    failures = session.scalar(
+        select(func.count())
+        .select_from(incident)
+        .where(incident.kind.in_((FAILURE.name, HANG.name)), incident.severity == "critical")
+        .where(incident.opened_ns > since_ns)
+    )
+    return FailureHistory(failures or 0, node_ns / 1e9)
 
 
 def incidents(

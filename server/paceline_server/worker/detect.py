@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as replace_fields
 
-from paceline_server.decide.types import Acknowledged
+from paceline_server.decide.types import Acknowledged, Experience, FailureHistory
 from paceline_server.engine.types import Outcome
 from paceline_server.worker.acknowledgements import checkpoint_step, merge
 from paceline_server.worker.feed import Fed
@@ -31,7 +31,15 @@ def detect(memory: JobMemory, snapshot: Snapshot, fed: Fed, now_ns: int) -> Dete
     columns = replace(before, spec=spec, cursor=fed.cursor)
     if outcome is not None:
         saved = checkpoint_step(acknowledged, before.topology.world_size)
-        columns = _progress(columns, outcome, saved, memory.evaluation_loss, as_of_ns)
+        columns = _progress(
+            columns,
+            outcome,
+            saved,
+            memory.evaluation_loss,
+            as_of_ns,
+            len(memory.ranks.agents),
+            snapshot.fleet,
+        )
     return Detected(outcome, columns, tuple(acknowledged))
 
 
@@ -62,12 +70,29 @@ def _relocated(before: JobColumns, topology: Topology) -> JobColumns:
     return replace(before, spec=spec, topology=topology)
 
 
+def _experience(
+    before: Experience, outcome: Outcome, nodes: int, fleet: FailureHistory | None
+) -> Experience:
+    interval, seconds = outcome.checkpoint_interval_steps, outcome.checkpoint_seconds
+    return replace_fields(
+        before,
+        checkpoint_interval_steps=(
+            before.checkpoint_interval_steps if interval is None else interval
+        ),
+        checkpoint_seconds=before.checkpoint_seconds if seconds is None else seconds,
+        nodes=nodes,
+        fleet=before.fleet if fleet is None else fleet,
+    )
+
+
 def _progress(
     before: JobColumns,
     outcome: Outcome,
     saved: int | None,
     evaluation_loss: float | None,
     as_of_ns: int,
+    nodes: int,
+    fleet: FailureHistory | None,
 ) -> JobColumns:
     started_ns, step, loss = before.started_ns, before.step, before.loss
     if outcome.placement is not None:
@@ -82,9 +107,6 @@ def _progress(
     checkpoint = before.checkpoint_step if outcome.saved_step is None else outcome.saved_step
     if saved is not None:
         checkpoint = max(saved, checkpoint or 0)
-    experience, interval = before.experience, outcome.checkpoint_interval_steps
-    if interval is not None:
-        experience = replace_fields(experience, checkpoint_interval_steps=interval)
     return replace(
         before,
         ticked_ns=as_of_ns,
@@ -92,7 +114,7 @@ def _progress(
         evaluation_loss=evaluation_loss,
         step_seconds=before.step_seconds if outcome.step_seconds is None else outcome.step_seconds,
         checkpoint_step=checkpoint,
-        experience=experience,
+        experience=_experience(before.experience, outcome, nodes, fleet),
         can_checkpoint=(
             before.can_checkpoint if outcome.can_checkpoint is None else outcome.can_checkpoint
         ),

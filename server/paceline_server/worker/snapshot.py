@@ -14,6 +14,7 @@ from paceline_server.decide.types import (
     Acknowledged,
     ActionView,
     Experience,
+    FailureHistory,
     IncidentView,
     JobSpec,
     JobState,
@@ -24,6 +25,7 @@ from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store import attachments, models
 from paceline_server.store.log import read_log_part
+from paceline_server.store.queries import failure_history
 from paceline_server.worker.acknowledgements import genuine_acknowledgements
 from paceline_wire import batch as wire
 from paceline_wire.batch import AgentHello, Batch
@@ -83,12 +85,21 @@ class Snapshot:
     new_acknowledged: tuple[Acknowledged, ...]  # contained in `log`
     command_results: Mapping[int, bool]
     command_errors: Mapping[int, str]  # why those that failed did
+    fleet: FailureHistory | None  # None: not read in this tick
 
 
 def load_snapshot(
-    session: Session, job_id: str, cursor: int, batches: int, batch_bytes: int
+    session: Session,
+    job_id: str,
+    cursor: int,
+    batches: int,
+    batch_bytes: int,
+    fleet_since_ns: int | None = None,
 ) -> Snapshot:
-    """Read the job's state, and at most `batches` log entries of `batch_bytes` after `cursor`."""
+    """Read the job's state, and at most `batches` log entries of `batch_bytes` after `cursor`.
+
+    With `fleet_since_ns` also the failures of the fleet since then.
+    """
     job = session.get_one(models.JobRow, job_id)
     entries, behind = read_log_part(session, cursor, batches, batch_bytes)
     log = tuple(
@@ -126,6 +137,7 @@ def load_snapshot(
         new_acknowledged=genuine_acknowledgements(session, job.id, job.generation, events),
         command_results=results,
         command_errors=errors,
+        fleet=None if fleet_since_ns is None else failure_history(session, fleet_since_ns),
     )
 
 

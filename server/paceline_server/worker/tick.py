@@ -34,6 +34,8 @@ from paceline_server.worker.snapshot import JobColumns, Snapshot, load_snapshot
 _COMMAND_IDS = 64  # number of ids reserved in one transaction
 _QUIET_NS = 500_000_000  # longest delay until changes that can wait are written
 _ENGINE_MEMORY_NS = 5_000_000_000
+_FLEET_NS = 600_000_000_000  # how often the fleet's failures are read: they change slowly
+_FLEET_SINCE_NS = 90 * 86_400_000_000_000
 _RANK_PAUSE_NS = 400_000  # per rank: 10,240 ranks are written every 4 s, 128 at each tick
 
 
@@ -95,6 +97,7 @@ class JobWorker:
         self._written_ns = clock()
         self._engine_memory_ns = 0
         self._ranks_written_ns = 0
+        self._fleet_ns = 0
 
     def tick(self, now_ns: int) -> TickResult:
         """Run all stages once. Any exception means that nothing was committed."""
@@ -109,6 +112,8 @@ class JobWorker:
 
     def snapshot(self, now_ns: int) -> Snapshot:
         self._memory.warm_up.begin_tick(now_ns)
+        reads_fleet = now_ns - self._fleet_ns > _FLEET_NS
+        self._fleet_ns = now_ns if reads_fleet else self._fleet_ns
         with self._database.read() as session:
             return load_snapshot(
                 session,
@@ -116,6 +121,7 @@ class JobWorker:
                 self._memory.cursor,
                 self._settings.batches,
                 self._settings.batch_bytes,
+                now_ns - _FLEET_SINCE_NS if reads_fleet else None,
             )
 
     def feed(self, snapshot: Snapshot) -> Fed:

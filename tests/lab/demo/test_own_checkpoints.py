@@ -42,6 +42,14 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120.0) ->
     return found
 
 
+def restart_server(cluster: Cluster) -> None:
+    assert cluster.server is not None
+    cluster.server.kill()
+    cluster.server.wait()
+    cluster.start_server()
+    cluster.wait_for_server(lambda: None)
+
+
 @pytest.mark.timeout(600)
 def test_a_planned_repair_of_a_plain_script_waits_for_its_checkpoint(
     cluster: Cluster, tmp_path: Path
@@ -73,6 +81,7 @@ def test_a_planned_repair_of_a_plain_script_waits_for_its_checkpoint(
         assert job()["can_checkpoint"] is False
         assert job()["checkpoint_path"] == str(tmp_path / "new.pt")
         assert job()["resumes"] is None
+        assert job()["checkpoint_advice"]["interval_steps"] > EVERY
 
         rank = get(f"/jobs/{job_id}/ranks")["items"][3]
         os.kill(rank["pid"], signal.SIGKILL)
@@ -100,6 +109,7 @@ def test_a_planned_repair_of_a_plain_script_waits_for_its_checkpoint(
         assert "after the script's own next checkpoint" in planned["reason"]
         assert planned["worth"]["gain_seconds"] > planned["worth"]["cost_seconds"] > 0
         assert job()["state"] == "running"
+        restart_server(cluster)
         wait_for(lambda: job()["generation"] == 3, "the stop")
         for path in tmp_path.glob("slow-*"):
             path.unlink()

@@ -337,3 +337,26 @@ def test_a_straggler_costs_goodput_what_its_repair_would_gain():
     [found] = [one for one in job.findings if one.kind == "straggler"]
     cost_ratio = goodput.straggler_seconds / outcome.steps[-1].duration_seconds
     assert cost_ratio == pytest.approx(found.cost_ratio, rel=0.01)
+
+
+def test_checkpoints_have_an_interval_and_a_cost():
+    job = SimulatedJob()
+
+    def save(step: int | None, *, ranks: range) -> Outcome:
+        views = {rank: job.state(rank) for rank in ranks}
+        states = {
+            rank: msgspec.structs.replace(
+                state, view=msgspec.structs.replace(state.view, saved_step=step)
+            )
+            for rank, state in views.items()
+        }
+        return job.wait(0.5, states)[-1]
+
+    first = job.advance(3)[0]
+    assert (first.first_step, first.saved_step, first.checkpoint_interval_steps) == (0, None, None)
+    assert save(10, ranks=range(8)).checkpoint_interval_steps is None
+    partly = save(20, ranks=range(7))
+    assert (partly.saved_step, partly.checkpoint_interval_steps) == (10, None)
+    complete = save(20, ranks=range(8))
+    assert (complete.saved_step, complete.checkpoint_interval_steps) == (20, 10)
+    assert save(50, ranks=range(8)).checkpoint_interval_steps == 20

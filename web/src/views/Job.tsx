@@ -255,7 +255,7 @@ function Stats({ job, ended }: { job: Job; ended: number }) {
         {format.topology(job.topology)}
       </Stat>
       {job.checkpoint_step !== null && (
-        <Stat name="Checkpoint" note={checkpointNote(job)}>
+        <Stat name="Checkpoint" note={checkpointNote(job)} title={job.checkpoint_advice?.text}>
           step {format.number(job.checkpoint_step)}
         </Stat>
       )}
@@ -266,16 +266,22 @@ function Stats({ job, ended }: { job: Job; ended: number }) {
   );
 }
 
-function checkpointNote({ checkpoint_interval_steps, checkpoint_path }: Job): string | undefined {
+function checkpointNote({ checkpoint_interval_steps, checkpoint_path, checkpoint_advice }: Job): string | undefined {
   const every =
     checkpoint_interval_steps === null ? null : `every ${format.plural(checkpoint_interval_steps, "step")}`;
-  const parts = [every, checkpoint_path].filter((part) => part !== null);
+  const best = checkpoint_advice === null ? null : `best every ${format.number(checkpoint_advice.interval_steps)}`;
+  const parts = [every, best, checkpoint_path].filter((part) => part !== null);
   return parts.length === 0 ? undefined : parts.join(", ");
 }
 
-function Stat(props: { name: string; note?: string | undefined; children: preact.ComponentChildren }) {
+function Stat(props: {
+  name: string;
+  note?: string | undefined;
+  title?: string | undefined;
+  children: preact.ComponentChildren;
+}) {
   return (
-    <div>
+    <div title={props.title}>
       <dt>{props.name}</dt>
       <dd>{props.children}</dd>
       {props.note !== undefined && <dd class="muted">{props.note}</dd>}
