@@ -501,12 +501,14 @@ class _Neighbor:
         return self._since is not None and now - self._since > self._dead_seconds
 
 
-def store_of_process_group(torch_distributed: Any) -> Any | None:
+def store_of_process_group(torch_distributed: Any, prefix: str) -> Any | None:
     """Return a store of the default process group with a connection of its own; None for one rank.
+
+    `prefix`: of its keys, below Paceline's.
 
     Raises RuntimeError if the store cannot be used from a second thread.
     """
     if not torch_distributed.is_initialized() or torch_distributed.get_world_size() == 1:
         return None
     default = torch_distributed.distributed_c10d._get_default_store()
-    return torch_distributed.PrefixStore("paceline/agreement", default.clone())
+    return torch_distributed.PrefixStore(f"paceline/{prefix}", default.clone())

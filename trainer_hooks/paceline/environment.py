@@ -69,6 +69,9 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 
+# 4 Gbit/s of a node, a small share of the links between nodes that train.
+PEER_BYTES_PER_SECOND = 500_000_000
+
 _METADATA_BYTES = 3000  # leaves room on the identity page for its other fields
 _HOST_LENGTH = 40  # leaves room for the rest of a job name
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -121,6 +124,62 @@ def given_flops() -> dict[str, str]:
 def launched_world_size() -> int:
     """Return the number of ranks that the launcher started."""
     return _launcher_ranks(os.environ)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """The settings of copies in memory, from `PACELINE_MEMORY_*` and `PACELINE_PEER_*`."""
+
+    root: Path | None  # None: there are no copies
+    limit_bytes: int | None  # for all ranks of the node; None: half of its free memory
+    overhead_ratio: float  # share of a step that copies may take
+    peer_bytes_per_second: int  # for all ranks of the node; 0: no copies on others
+    peer_address: str | None  # this node; None: its address towards MASTER_ADDR
+    peer_tls: Path | None  # certificate and key of all ranks, in one file
+    failure_domain: str  # what fails together with this node: its switch or rack
+    boot: str  # identifies the node
+
+
+def memory_settings() -> MemorySettings:
+    """Return the settings of copies in memory. Raises ValueError if one is not a number."""
+    environment = os.environ
+    root = environment.get(
+        "PACELINE_MEMORY_DIRECTORY", f"/dev/shm/paceline-checkpoints-{os.getuid()}"
+    )
+    limit = _integer(environment, "PACELINE_MEMORY_BYTES", 0)
+    overhead = environment.get("PACELINE_MEMORY_OVERHEAD") or "0.005"
+    tls = environment.get("PACELINE_PEER_TLS")
+    # Slurm's topology plugin: the switches down to the node, separated by periods.
+    switches = environment.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+    try:
+        overhead_ratio = float(overhead)
+    except ValueError:
+        raise ValueError(f"PACELINE_MEMORY_OVERHEAD must be a number, got {overhead!r}") from None
+    return MemorySettings(
+        root=Path(root) if root else None,
+        limit_bytes=limit or None,
+        overhead_ratio=max(1e-6, overhead_ratio),
+        peer_bytes_per_second=_integer(
+            environment, "PACELINE_PEER_BYTES_PER_SECOND", PEER_BYTES_PER_SECOND
+        ),
+        peer_address=environment.get("PACELINE_PEER_ADDRESS") or None,
+        peer_tls=Path(tls) if tls else None,
+        failure_domain=environment.get("PACELINE_FAILURE_DOMAIN") or switches,
+        boot=f"{socket.gethostname()} {_boot_id()}",
+    )
+
+
+def store_host() -> str | None:
+    """Return the host of the store that the process group met at, if it is known."""
+    address = _store_address()
+    return os.environ.get("MASTER_ADDR") if address is None else address[0]
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def cache_directory() -> Path | None:

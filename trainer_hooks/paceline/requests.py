@@ -52,7 +52,7 @@ def agreement() -> Agreement | None:
         if not is_ready and launched_world_size() > 1:
             return None
         try:
-            store = store_of_process_group(distributed) if is_ready else None
+            store = store_of_process_group(distributed, "agreement") if is_ready else None
             rank = distributed.get_rank() if is_ready else 0  # type: ignore[union-attr]
             size = distributed.get_world_size() if is_ready else 1  # type: ignore[union-attr]
             _agreement = Agreement(store, rank, size, hooks.pending, hooks.acknowledge)

@@ -1,7 +1,9 @@
 """A training of several ranks that are killed at random, and started again each time.
 
-    python killed_runs.py KIND KILLS EPOCHS DIRECTORY
+    python killed_runs.py KIND KILLS EPOCHS DIRECTORY TIER
 
+The tier is what ranks resume from: disk; memory, of this node; peer: each half of the ranks is on a
+node of its own, which is lost with its memory at each kill. Ranks append it to DIRECTORY/resumed.
 Each rank appends a line per step to DIRECTORY/rankN: the step, the loss and the batch. At the end
 it writes its weights and optimizer state to DIRECTORY/final.rankN. Ranks are forked from this
 process, which has imported torch.
@@ -13,6 +15,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -43,7 +46,8 @@ import paceline.checkpoints.checkpoints
 WIDTH = 8
 EPOCHS = int(sys.argv[3])
 SAMPLES = 96  # 12 batches of two ranks per epoch
-EVERY = 2
+TIER = sys.argv[5]
+EVERY = 2 if TIER == "disk" else 0
 RANKS = {"ddp": 2, "stateful": 2, "fsdp2": 2, "fsdp2_tp": 4, "pipelining": 2, "plain": 2}
 
 
@@ -69,8 +73,14 @@ class Log:
     def __init__(self, directory: Path, rank: int) -> None:
         self._path = directory / f"rank{rank}"
         self._final = directory / f"final.rank{rank}"
+        self._resumed = directory / "resumed"
+        self._is_first = True
 
-    def step(self, step: int, loss: Tensor, batch: Any) -> None:
+    def step(self, step: int, loss: Tensor, batch: Any, resumed_from: str | None) -> None:
+        if self._is_first:
+            self._is_first = False
+            with self._resumed.open("a") as file:
+                file.write(f"{resumed_from}\n")
         whole = b"".join(part.contiguous().numpy().tobytes() for part in batch)
         line = f"{step} {loss.item().hex()} {hashlib.sha256(whole).hexdigest()[:12]}\n"
         with self._path.open("a") as file:
@@ -136,7 +146,7 @@ def train(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            log.step(state.step, loss.detach(), (x, y))
+            log.step(state.step, loss.detach(), (x, y), state.resumed_from)
         end_epoch()
     state.wait()
     finish(log, model.state_dict(), optimizer)
@@ -200,7 +210,7 @@ def pipelining(directory: Path, log: Log) -> None:
             optimizer.step()
             optimizer.zero_grad()
             loss = torch.stack(losses).mean() if losses else torch.zeros(())
-            log.step(state.step, loss.detach(), (x, y))
+            log.step(state.step, loss.detach(), (x, y), state.resumed_from)
     state.wait()
     finish(log, stage_module.state_dict(), optimizer)
 
@@ -227,7 +237,7 @@ def plain(directory: Path, log: Log) -> None:
         momentum["weight"].mul_(0.9).add_(gradient)
         momentum["steps"] += 1
         weight.add_(momentum["weight"], alpha=-0.01)
-        log.step(state.step, error.square().mean(), (x, y))
+        log.step(state.step, error.square().mean(), (x, y), state.resumed_from)
     state.wait()
     log.end({"weight": weight, "bias": bias, "steps": torch.tensor(momentum["steps"])})
 
@@ -241,6 +251,17 @@ def finish(log: Log, model: dict[str, Tensor], optimizer: torch.optim.Optimizer)
 
 # The launcher
 
+lost_nodes: list[int] = []
+
+
+def node_of(kind: str, rank: int) -> int:
+    return 0 if TIER != "peer" else 2 * rank // RANKS[kind]
+
+
+def memory_of(directory: Path, node: int) -> str:
+    """Return the directory of copies on a node, or on the one that replaced it."""
+    return "" if TIER == "disk" else str(directory / f"memory-{node}-{lost_nodes.count(node)}")
+
 
 def run_rank(kind: str, directory: Path, rank: int, port: int) -> None:
     os.environ |= {
@@ -250,6 +271,8 @@ def run_rank(kind: str, directory: Path, rank: int, port: int) -> None:
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "PACELINE_RING_DIRECTORY": "",
+        "PACELINE_MEMORY_DIRECTORY": memory_of(directory, node_of(kind, rank)),
+        "PACELINE_MEMORY_OVERHEAD": "100",  # as often as the threads can
     }
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -287,16 +310,37 @@ def start(kind: str, directory: Path, port: int, attempt: int) -> list[int]:
     return pids
 
 
+def host_store() -> tuple[int, int]:
+    """Start the store in a process of its own. Return its pid and port.
+
+    Its threads take locks of the C library, which ranks must not be forked with.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        signal.pause()
+    return pid, int(os.read(reading, 16))
+
+
 def lines(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
 def main(kind: str, kills: int, directory: Path) -> None:
     directory.mkdir()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, port = host_store()
+    try:
+        launch(kind, kills, directory, port)
+    finally:
+        os.kill(store, signal.SIGKILL)
+
+
+def launch(kind: str, kills: int, directory: Path, port: int) -> None:
     chance = random.Random(f"{kind} {kills}")
     for attempt in range(kills + 1):
-        pids = start(kind, directory, store.port, attempt)
+        pids = start(kind, directory, port, attempt)
         victim = chance.randrange(len(pids))
         path = directory / f"rank{chance.randrange(len(pids))}"
         goal = lines(path) + chance.randint(2, 7)
@@ -319,6 +363,10 @@ def main(kind: str, kills: int, directory: Path) -> None:
         for pid in alive.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        if TIER == "peer" and alive:
+            node = node_of(kind, victim)
+            shutil.rmtree(memory_of(directory, node), ignore_errors=True)
+            lost_nodes.append(node)
         if any(codes.values()):
             rank = next(rank for rank, code in codes.items() if code)
             sys.exit((directory / f"errors.rank{rank}").read_text())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,11 +20,14 @@ from torch.utils.data import DataLoader
 from paceline import hooks, requests
 from paceline.agreement import Agreement, Request
 from paceline.checkpoints.errors import CheckpointError
-from paceline.checkpoints.layout import claim_next
+from paceline.checkpoints.layout import Saved, claim_next, run_of, saved_checkpoints
+from paceline.checkpoints.memory.copies import CapturedState, open_copies
+from paceline.checkpoints.memory.file import CopyFile
+from paceline.checkpoints.memory.state import MemoryState
 from paceline.checkpoints.parts import ModulePart, ObjectPart, StatePart, part_of
 from paceline.checkpoints.position import DataPosition
 from paceline.checkpoints.rank_group import RankGroup, reason_of
-from paceline.checkpoints.states import StoredState, capture
+from paceline.checkpoints.states import StoredState, capture, capture_apart
 from paceline.checkpoints.storage import Checkpointer, Verified
 from paceline.environment import launched_world_size
 from paceline_wire.ring import ControlKind
@@ -58,6 +63,7 @@ class Checkpoints:
         *,
         every: int | None = None,
         keep: int = 3,
+        memory: bool | Literal["auto"] = "auto",
         **state: Any,
     ) -> None:
         """Claim the directory.
@@ -66,6 +72,9 @@ class Checkpoints:
             directory: shared by all ranks.
             every: steps between checkpoints; 0: only on request; default: one every 10 minutes.
             keep: number of checkpoints to keep.
+            memory: whether the state is also copied to the memory of this node and of another one,
+                every few steps, for a restart after a crash. "auto": if there is room; the reason
+                why not is logged. True: it is also reported as an incident.
             **state: what to save, by name: modules, lists of modules (the stages of a pipeline),
                 optimizers, tensors, `torch.Generator`s, dicts and anything with `state_dict` and
                 `load_state_dict`, such as schedulers, scalers and loaders. Random generators and
@@ -78,12 +87,16 @@ class Checkpoints:
         """
         if every is not None and every < 0:
             raise ValueError(f"every must be a number of steps of at least 0, got {every}")
+        if memory not in (True, False, "auto"):
+            raise ValueError(f'memory must be True, False or "auto", got {memory!r}')
         if _POSITION in state:
             raise ValueError(f"the name {_POSITION!r} is Paceline's own: choose another one")
         group = _new_group()
         self.step = 0  # completed steps
         self.stopped = False  # all ranks end their loops on request
         self.resumed_step: int | None = None  # step of the loaded checkpoint; None: without one
+        # Where it was: memory (of this node, on all ranks), peer (of another node) or disk.
+        self.resumed_from: Literal["memory", "peer", "disk"] | None = None
         self._every = every
         self._position = DataPosition()
         self._parts: dict[str, StatePart] = {}
@@ -91,31 +104,38 @@ class Checkpoints:
         self._steps_before = 0  # value of the above at the last boundary
         self._counts_optimizers = False
         self._add_parts(state)
-        self._found: Verified | None = None  # to be loaded
+        self._found: Verified | None = None  # to be loaded from disk
+        self._found_copy: CopyFile | None = None  # to be loaded from memory
         self._saved_position: dict[str, Any] | None = None
         self._is_searched = False
         self._taken = False  # a batch, since the last boundary
         self._agreement: Agreement | None = None
         self._saved_at = monotonic()
         peers = RankGroup(group)
-        generation = 0
+        generation, run = 0, ""
 
         def claim() -> None:
-            nonlocal generation
+            nonlocal generation, run
             generation = claim_next(Path(directory))
+            run = run_of(Path(directory))
 
         failure = peers.on_rank_0(claim)
         if failure:
             raise CheckpointError(failure)
+        generation, run = peers.from_first((generation, run))
         self._checkpointer = Checkpointer(
-            Path(directory),
-            group,
-            peers.from_first(generation),
-            run={},
-            keep=keep,
-            on_result=_report,
+            Path(directory), group, generation, run={}, keep=keep, on_result=self._saved
         )
         requests.before_end.append(self._checkpointer.wait)
+        self._copies = None
+        if memory:
+            self._copies = open_copies(
+                peers, run, generation, partial(_report_no_copies, is_incident=memory is True)
+            )
+        if self._copies is not None:
+            requests.before_end.append(self._end_copies)
+            if group is None:
+                atexit.register(self._end_copies)
 
     def _add_parts(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
@@ -219,6 +239,8 @@ class Checkpoints:
             return False  # gradients are still accumulated
         self._steps_before = self._optimizer_steps
         self.step += 1
+        if self._copies is not None:
+            self._copies.step_ended(self.step, self._capture_apart)
         agreement = self._agreement
         request = None if agreement is None else agreement.at(self.step)
         if request is None and not self._is_due():
@@ -257,27 +279,70 @@ class Checkpoints:
 
     # Saving and loading
 
+    def _saved(self, step: int, failure: str | None) -> None:
+        """Report the result of a save; called in the thread of the checkpointer."""
+        if failure is None:
+            hooks.checkpoint_saved(step)
+            if self._copies is not None:
+                self._copies.disk = Saved(self._checkpointer.generation, step)
+        else:
+            hooks.checkpoint_failed(failure)
+
+    def _whole(self) -> dict[str, StatePart]:
+        return self._parts | {_POSITION: ObjectPart(self._position)}
+
+    def _capture_apart(self) -> CapturedState:
+        return capture_apart(self._whole())
+
+    def _end_copies(self) -> None:
+        if self._copies is not None and self._is_searched:
+            self._copies.close_at_end(is_stopped=self.stopped)
+
     def _save(self) -> None:
         self._saved_at = monotonic()
         state, failure = dict[str, Tensor](), None
         try:
-            state = capture(self._parts | {_POSITION: ObjectPart(self._position)})
+            state = capture(self._whole())
         except Exception as error:  # raised by the script's own objects: training continues
             failure = f"{reason_of(error)} (rank {self._checkpointer.peers.rank})"
         self._checkpointer.save(self.step, state, failure)
 
     def _search(self) -> None:
         """Choose the checkpoint to resume from, and read its position."""
-        if not self._is_searched:
-            self._is_searched = True
-            found = self._found = self._checkpointer.find()
-            if found is not None:
-                stored = StoredState(self._checkpointer, found)
-                self._saved_position = stored.tree(_POSITION)
+        if self._is_searched:
+            return
+        self._is_searched = True
+        if self._copies is not None:
+            self._search_copies()
+        if self._found_copy is not None:
+            self._saved_position = MemoryState(self._found_copy).tree(_POSITION)
+            return
+        found = self._found = self._checkpointer.find()
+        if found is not None:
+            self.resumed_from = "disk"
+            stored = StoredState(self._checkpointer, found)
+            self._saved_position = stored.tree(_POSITION)
+
+    def _search_copies(self) -> None:
+        copies, peers = self._copies, self._checkpointer.peers
+        assert copies is not None, "called only then"
+        disk = saved_checkpoints(self._checkpointer.directory) if peers.rank == 0 else []
+        disk = peers.from_first(disk)
+        found = copies.find(disk, lambda copy: MemoryState(copy).unfit(self._whole()))
+        copies.disk = disk[0] if disk else None
+        if found is None:
+            copies.resumed(None)
+        else:
+            choice, self._found_copy = found
+            self.resumed_from = "peer" if copies.is_from_peer(choice) else "memory"
 
     def _resume(self, loader: Iterable[Any], saved: dict[str, Any]) -> Iterator[Any]:
         """Load the state, and return to its position in the data."""
-        found, self._saved_position = self._found, None
+        self._saved_position = None
+        copy = self._found_copy
+        if copy is not None:
+            return self._resume_from_copy(loader, saved, copy)
+        found = self._found
         assert found is not None, "the position is from there"
         peers = self._checkpointer.peers
         stored = StoredState(self._checkpointer, found)
@@ -295,6 +360,28 @@ class Checkpoints:
             is_same_rank=stored.is_of_same_ranks,
         )
 
+    def _resume_from_copy(
+        self, loader: Iterable[Any], saved: dict[str, Any], copy: CopyFile
+    ) -> Iterator[Any]:
+        copies, peers, record = self._copies, self._checkpointer.peers, copy.record
+        assert copies is not None, "the copy is from there"
+        loaded = MemoryState(copy).restore(self._parts)
+        self._found_copy = None  # its file can be freed
+        self.step = self.resumed_step = record.step
+        if copies.disk is not None:
+            hooks.checkpoint_saved(copies.disk.step)
+        if peers.rank == 0:
+            _log.info("Resumed at step %d from %s.", record.step, self.resumed_from)
+        peers.gather(None)  # all ranks have loaded theirs
+        copies.resumed(Saved(record.generation, record.step))
+        return self._position.resume(
+            loader,
+            saved,
+            has_state=_LOADER in loaded,
+            batches=saved["batches"],
+            is_same_rank=True,
+        )
+
 
 def _new_group() -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks; None for a process alone.
@@ -310,8 +397,7 @@ def _new_group() -> dist.ProcessGroup | None:
     return None
 
 
-def _report(step: int, failure: str | None) -> None:
-    if failure is None:
-        hooks.checkpoint_saved(step)
-    else:
-        hooks.checkpoint_failed(failure)
+def _report_no_copies(reason: str, *, is_incident: bool) -> None:
+    _log.warning("Copies in memory: %s.", reason)
+    if is_incident:
+        hooks.checkpoint_failed(f"copies in memory: {reason}")

@@ -1,5 +1,6 @@
 """The checkpoint directory: names, claims, and the manifest that commits a checkpoint.
 
+    DIRECTORY/run                             identity of the directory, for copies in memory
     DIRECTORY/generation-00000003             claim: generation 3 uses the directory
     DIRECTORY/step-00000040.generation-00000003/
         *.distcp, .metadata                   as torch.distributed.checkpoint writes them
@@ -18,6 +19,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
+RUN = "run"
 DAMAGED = "damaged-"  # prefix of damaged directories, which are kept for inspection
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})\.generation-(\d{8,})")
@@ -90,6 +93,20 @@ def claim_next(directory: Path) -> int:
             continue
         claim(directory, generation)
         return generation
+
+
+def run_of(directory: Path) -> str:
+    """Return the identity of the directory; give it one if it has none.
+
+    A directory that was deleted and created again has another one.
+    """
+    path = directory / RUN
+    if not path.exists():
+        _write_durably(path, secrets.token_hex(16).encode())
+    run = path.read_text().strip()
+    if not re.fullmatch(r"[0-9a-f]{32}", run):
+        raise CheckpointError(f"{path} is damaged: delete it while no job uses the directory")
+    return run
 
 
 def refuse_if_outdated(directory: Path, generation: int) -> None:

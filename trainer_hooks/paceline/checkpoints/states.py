@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.parts import ModulePart, StatePart
 from paceline.checkpoints.storage import Checkpointer, Verified
-from paceline.checkpoints.trees import decode, encode, leaves_of, put_together
+from paceline.checkpoints.trees import decode, encode, leaves_of, put_together, serialize
 
 
 def capture(parts: Mapping[str, StatePart]) -> dict[str, Tensor]:
@@ -27,6 +27,20 @@ def capture(parts: Mapping[str, StatePart]) -> dict[str, Tensor]:
         state |= {f"{name}.{key}": value for key, value in tensors.items()}
         state[_rest(name)] = encode(rest, name)
     return state
+
+
+def capture_apart(parts: Mapping[str, StatePart]) -> tuple[dict[str, Tensor], dict[str, bytes]]:
+    """Return the tensors of all parts, and the rests by part; whether they are safe is not checked.
+
+    The check takes longer than all else here.
+    """
+    state: dict[str, Tensor] = {}
+    rests: dict[str, bytes] = {}
+    for name, part in parts.items():
+        tensors, rest = part.capture()
+        state |= {f"{name}.{key}": value for key, value in tensors.items()}
+        rests[name] = serialize(rest)
+    return state, rests
 
 
 class StoredState:
@@ -103,7 +117,10 @@ class StoredState:
     def _read_rests(self, names: Mapping[str, list[str]]) -> dict[str, list[Any]]:
         contents = {each: self._empty(each) for found in names.values() for each in found}
         self._checkpointer.read(self._found, contents)
-        return {name: [decode(contents[each]) for each in found] for name, found in names.items()}
+        return {
+            name: [decode(bytes(contents[each].tolist())) for each in found]
+            for name, found in names.items()
+        }
 
     def _empty(self, stored: str) -> Tensor:
         metadata = self._found.metadata.state_dict_metadata[stored]

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 
 _LEAF = "paceline.tensor"  # marks a leaf in the rest, which may contain only plain types
+# Most of a rest are numbers, those of random states: they take the shortest way.
+_SCALARS = frozenset({int, float, str, bool, type(None)})
 
 
 class Leaf(NamedTuple):
@@ -34,6 +36,8 @@ def take_apart(tree: Any) -> tuple[dict[str, Tensor], Any]:
     tensors: dict[str, Tensor] = {}
 
     def take(value: Any, name: str) -> Any:
+        if type(value) in _SCALARS:
+            return value
         if isinstance(value, Tensor):
             while name in tensors:  # the keys 0 and "0"
                 name += "'"
@@ -43,7 +47,10 @@ def take_apart(tree: Any) -> tuple[dict[str, Tensor], Any]:
         if isinstance(value, Mapping):
             return {key: take(each, _join(name, key)) for key, each in value.items()}
         if isinstance(value, list | tuple):
-            items = [take(each, _join(name, index)) for index, each in enumerate(value)]
+            items = [
+                each if type(each) in _SCALARS else take(each, _join(name, index))
+                for index, each in enumerate(value)
+            ]
             return items if isinstance(value, list) else tuple(items)
         return value
 
@@ -74,28 +81,42 @@ def leaves_of(rest: Any) -> dict[str, Leaf]:
     return found
 
 
-def encode(rest: Any, name: str) -> Tensor:
-    """Return a rest as bytes.
+def serialize(rest: Any) -> bytes:
+    """Return a rest as bytes, whatever it contains."""
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    return buffer.getvalue()
+
+
+def refuse_if_unsafe(content: bytes, name: str) -> None:
+    """Check the bytes of a rest.
 
     Raises CheckpointError if it contains objects that cannot be loaded without running their code.
     """
-    buffer = io.BytesIO()
-    torch.save(rest, buffer)
     try:
-        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
+        torch.load(io.BytesIO(content), weights_only=True)
     except pickle.UnpicklingError as error:
         kind = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
         raise CheckpointError(
             f"the state of {name!r} contains an object that torch does not load safely: {kind} "
             "Leave it out of the state, or allow it with torch.serialization.add_safe_globals"
         ) from error
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
 
 
-def decode(content: Tensor) -> Any:
+def encode(rest: Any, name: str) -> Tensor:
+    """Return a rest as bytes.
+
+    Raises CheckpointError if it contains objects that cannot be loaded without running their code.
+    """
+    content = serialize(rest)
+    refuse_if_unsafe(content, name)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def decode(content: bytes) -> Any:
     """Return a rest from its bytes. Raises DamagedError if they contain something else."""
     try:
-        return torch.load(io.BytesIO(bytes(content.tolist())), weights_only=True)
+        return torch.load(io.BytesIO(content), weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise DamagedError(f"a state cannot be decoded: {error}") from error
 

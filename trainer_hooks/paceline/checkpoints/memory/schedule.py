@@ -1,0 +1,221 @@
+"""When copies are made: as often as the budget allows, at the same steps on all ranks.
+
+Each rank measures what a copy costs. Rank 0 takes the greatest costs of all and writes a plan to
+the store of torch.distributed, some steps ahead. Nothing waits for it: a rank that reads the plan
+late makes a copy that the others lack, which a restart does not use. Before the first plan, copies
+are made 2, 4, 8, ... steps after the start.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import ceil
+from statistics import median
+from time import monotonic
+
+import msgspec
+
+from paceline.agreement import RankStore
+
+FIRST_POLL_SECONDS = 1.0  # between polls of the store for the first plan
+POLL_SECONDS = 10.0
+POST_SECONDS = 60.0  # between the posts of a rank's costs
+_STEPS_KEPT = 32
+_COPIES_KEPT = 4
+_COPIES_TO_PLAN = 2  # after the first, which is slower
+_MARGIN = 1.25  # time between copies, over that of the threads
+_LONGEST_STEPS = 1_000_000
+
+
+class CopyCost(msgspec.Struct, frozen=True):
+    """The cost of copies on one rank."""
+
+    step: int  # at which the rank is
+    step_seconds: float
+    blocking_seconds: float  # delay of the training
+    background_seconds: float  # until the copy is hashed
+    transfer_seconds: float | None  # until it is on the other node; None: there was none
+
+
+class CopyPlan(msgspec.Struct, frozen=True):
+    """When copies are made; `send_every` is a multiple of `every`."""
+
+    first_step: int
+    every: int
+    send_every: int
+
+
+_COSTS = msgspec.json.Decoder(CopyCost)
+_PLANS = msgspec.json.Decoder(CopyPlan)
+
+
+def plan_of(costs: Sequence[CopyCost], overhead_ratio: float, lead_seconds: float) -> CopyPlan:
+    """Return the plan for the costs of all ranks.
+
+    Args:
+        costs: one per rank.
+        overhead_ratio: share of a step that copies may take.
+        lead_seconds: time until all ranks have read the plan.
+
+    Example:
+        >>> plan_of([CopyCost(9, 1.0, 0.012, 0.1, None)], 0.005, lead_seconds=3)
+        CopyPlan(first_step=14, every=3, send_every=3)
+    """
+    step = max(min(cost.step_seconds for cost in costs), 1e-6)
+    blocking = max(cost.blocking_seconds for cost in costs)
+    background = max(cost.background_seconds for cost in costs)
+    transfer = max((cost.transfer_seconds or 0.0 for cost in costs), default=0.0)
+    every = max(1, ceil(blocking / (overhead_ratio * step)), ceil(_MARGIN * background / step))
+    every = min(every, _LONGEST_STEPS)
+    return CopyPlan(
+        first_step=max(cost.step for cost in costs) + 2 + ceil(lead_seconds / step),
+        every=every,
+        send_every=every * max(1, ceil(_MARGIN * transfer / (every * step))),
+    )
+
+
+class CopySchedule:
+    """The steps of copies of one rank. The training thread asks; a thread of Paceline polls."""
+
+    def __init__(
+        self, store: RankStore | None, rank: int, world_size: int, overhead_ratio: float
+    ) -> None:
+        """`store`: with a connection of its own; None for one rank."""
+        self.plan: CopyPlan | None = None
+        self.off: str | None = None  # why all ranks stop making copies
+        self.has_complete_step = store is None  # all ranks have completed a copy of it
+        self._next: CopyPlan | None = None
+        self._store = store
+        self._rank = rank
+        self._size = world_size
+        self._overhead_ratio = overhead_ratio
+        self._first_step: int | None = None
+        self._step = 0
+        self._step_ended: float | None = None
+        self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._blocking: deque[float] = deque(maxlen=_COPIES_KEPT)
+        self._background: deque[float] = deque(maxlen=_COPIES_KEPT)
+        self._taken: deque[float] = deque(maxlen=_COPIES_KEPT)
+        self._transfers: deque[float] = deque(maxlen=_COPIES_KEPT)
+        self._copies = 0
+        self._awaits_transfer = False
+        self._poll_at = 0.0
+        self._post_at = 0.0
+        self._published: CopyPlan | None = None
+
+    # The training thread
+
+    def step_ended(self, step: int) -> bool:
+        """Note the end of a step. Return whether to copy now."""
+        now = monotonic()
+        if self._step_ended is not None:
+            self._steps.append(now - self._step_ended)
+        self._step_ended = now
+        self._step = step
+        if self._first_step is None:
+            self._first_step = step - 1
+        if self._next is not None and step >= self._next.first_step:
+            self.plan, self._next = self._next, None
+        if self.plan is None:
+            steps = step - self._first_step
+            return steps > 1 and steps & (steps - 1) == 0
+        return step % self.plan.every == 0
+
+    def is_to_send(self, step: int) -> bool:
+        """Return whether the copy of this step goes to the other node."""
+        return self.plan is None or step % self.plan.send_every == 0
+
+    def copied(self, seconds: float) -> None:
+        """Note how long a copy blocked the training thread."""
+        self._step_ended = monotonic()
+        self._copies += 1
+        if self._copies > 1:  # the first one fills caches
+            self._blocking.append(seconds)
+
+    # Other threads
+
+    def hashed(self, seconds: float, taken_seconds: float) -> None:
+        """Note how long it took to hash a copy, and how much of it the training was delayed."""
+        self._background.append(seconds)
+        self._taken.append(taken_seconds)
+
+    def completed(self, step: int) -> None:
+        """Note a complete copy; counted in the store until there is one step of all ranks."""
+        store = self._store
+        if store is None or self.has_complete_step:
+            return
+        if store.add(f"copies/{step}", 1) == self._size:
+            store.set("complete", str(step))
+
+    def expect_transfers(self) -> None:
+        """Have the first plan wait for a transfer, or for its failure."""
+        self._awaits_transfer = True
+
+    def sent(self, seconds: float | None) -> None:
+        """Note how long a transfer took; None: it failed."""
+        self._awaits_transfer = False
+        if seconds is not None:
+            self._transfers.append(seconds)
+
+    def poll(self) -> None:
+        """Exchange costs and plan, if it is time. Errors of the store are raised."""
+        now = monotonic()
+        if now < self._poll_at:
+            return
+        seconds = FIRST_POLL_SECONDS if self._published is None else POLL_SECONDS
+        self._poll_at = now + seconds
+        cost = self._cost()
+        if cost is not None and now >= self._post_at:
+            self._post_at = now + POST_SECONDS
+            if self._store is None:
+                self._adopt(plan_of([cost], self._overhead_ratio, 0.0))
+            else:
+                self._store.set(f"cost/{self._rank}", msgspec.json.encode(cost).decode())
+        if self._store is not None:
+            if self._rank == 0 and cost is not None:
+                self._publish(self._store, 3 * seconds)
+            self._read(self._store)
+
+    def turn_off(self, reason: str) -> None:
+        """Have all ranks stop making copies."""
+        if self._store is not None:
+            self._store.compare_set("off", "", reason)
+        self.off = reason
+
+    def _cost(self) -> CopyCost | None:
+        if len(self._blocking) < _COPIES_TO_PLAN or not self._background or self._awaits_transfer:
+            return None
+        return CopyCost(
+            step=self._step,
+            step_seconds=median(self._steps.copy()),
+            blocking_seconds=median(self._blocking.copy()) + median(self._taken.copy()),
+            background_seconds=median(self._background.copy()),
+            transfer_seconds=median(self._transfers.copy()) if self._transfers else None,
+        )
+
+    def _publish(self, store: RankStore, lead_seconds: float) -> None:
+        keys = [f"cost/{rank}" for rank in range(self._size)]
+        if not store.check(keys):
+            return
+        costs = [_COSTS.decode(each) for each in store.multi_get(keys)]
+        costs = [msgspec.structs.replace(c, step=max(c.step, self._step)) for c in costs]
+        plan, last = plan_of(costs, self._overhead_ratio, lead_seconds), self._published
+        if last is None or _differs(plan.every, last.every) or plan.send_every != last.send_every:
+            store.set("plan", msgspec.json.encode(plan).decode())
+
+    def _read(self, store: RankStore) -> None:
+        self.has_complete_step = self.has_complete_step or store.check(["complete"])
+        if store.check(["off"]):
+            self.off = store.get("off").decode()
+        elif store.check(["plan"]):
+            self._adopt(_PLANS.decode(store.get("plan")))
+
+    def _adopt(self, plan: CopyPlan) -> None:
+        if plan != self._published:
+            self._published = self._next = plan
+
+
+def _differs(every: int, last: int) -> bool:
+    """Return whether an interval differs enough for a new plan."""
+    return every > 1.25 * last or every < 0.75 * last

@@ -1,0 +1,169 @@
+"""Files that copies are written to, mapped by the rank that writes them.
+
+Their space is reserved before the first write: a full file system is an error then, where a write
+to a mapped hole would kill the process. A rank has few slots, and uses them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.checkpoints.errors import CheckpointError
+from paceline.checkpoints.memory.file import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    CopyRecord,
+    TensorPlace,
+    hashed_part,
+    pack_record,
+    sharding_of,
+    view_of,
+)
+
+_SPARE_BYTES = 64 * 1024  # for rests that grow
+
+
+class CopyLayout:
+    """The places of a rank's tensors in its files. It stays the same while the tensors do."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], rests_bytes: int) -> None:
+        """Lay out the tensors. Raises CheckpointError if one cannot be copied as it is."""
+        self.key = _key_of(tensors)
+        places, offset = [], 0
+        for name, tensor in tensors.items():
+            local = local_of(tensor)
+            if type(local) is not Tensor or local.layout != torch.strided or local.is_quantized:
+                kind = type(local).__name__ if type(local) is not Tensor else local.layout
+                raise CheckpointError(f"{name} is a {kind}, which is not copied to memory")
+            dtype = str(local.dtype).removeprefix("torch.")
+            places.append(TensorPlace(name, dtype, tuple(local.shape), offset, sharding_of(tensor)))
+            offset += -(-local.numel() * local.itemsize // ALIGNMENT) * ALIGNMENT
+        # Offsets are of about as many digits once they count from the begin of the file.
+        size = len(msgspec.msgpack.encode(places)) + 8 * len(places)
+        begin = -(-(BLOCK_BYTES + size) // BLOCK_BYTES) * BLOCK_BYTES
+        self.places = [msgspec.structs.replace(p, offset=begin + p.offset) for p in places]
+        self.table = msgspec.msgpack.encode(self.places)
+        assert BLOCK_BYTES + len(self.table) <= begin, "an offset takes at most 9 bytes"
+        self.rests_offset = begin + offset
+        self.capacity = self.rests_offset + 2 * rests_bytes + _SPARE_BYTES
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        return self.key == _key_of(tensors)
+
+
+class CopySlot:
+    """A mapped file of one copy, or of none yet."""
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        """Create the file and reserve its space. Raises OSError if there is none."""
+        self.part = path  # its name while it is no complete copy
+        self.path = path
+        self.record: CopyRecord | None = None  # that of the complete copy
+        self.capacity = capacity
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, capacity)
+            self.content = mmap.mmap(descriptor, capacity)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        self._bytes = torch.frombuffer(self.content, dtype=torch.uint8)
+        self._views: list[Tensor] = []
+        self._layout: CopyLayout | None = None
+        self.written_bytes = 0
+
+    def copied_step(self) -> int:
+        """Return the step of the copy; without one 0, before all steps."""
+        return 0 if self.record is None else self.record.step
+
+    def reuse(self) -> None:
+        """Take the file out of the complete copies. Raises OSError if it was deleted."""
+        self.record = None
+        if self.path != self.part:
+            os.rename(self.path, self.part)
+            self.path = self.part
+
+    def write(self, layout: CopyLayout, tensors: Sequence[Tensor], rests: bytes) -> None:
+        """Copy a state. Raises CheckpointError if the rests have grown beyond the file."""
+        end = layout.rests_offset + len(rests)
+        if end > self.capacity:
+            raise CheckpointError("the state has grown")
+        if self._layout is not layout:
+            self._views = [
+                view_of(self._bytes, place.offset, tensor.dtype, place.shape)
+                for place, tensor in zip(layout.places, tensors, strict=True)
+            ]
+            self.content[BLOCK_BYTES : BLOCK_BYTES + len(layout.table)] = layout.table
+            self._layout = layout
+        copy_to_host(self._views, tensors)
+        self.content[layout.rests_offset : end] = rests
+        self.written_bytes = end
+
+    def digest(self, total_bytes: int) -> bytes:
+        """Return the SHA-256 of all that follows the record."""
+        return hashlib.sha256(hashed_part(self.content, total_bytes)).digest()
+
+    def complete(self, record: CopyRecord, path: Path) -> None:
+        """Write the record and give the file its name. Raises OSError if it was deleted."""
+        self.content[:BLOCK_BYTES] = pack_record(record)
+        os.rename(self.path, path)
+        self.path = path
+        self.record = record
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank has, without a history of operations."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
+            return local
+    return tensor.detach() if type(tensor) is not Tensor or tensor.requires_grad else tensor
+
+
+_stream: Any = None  # a stream of the device, for copies to the host
+
+
+def copy_to_host(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors to the host's memory, and wait until it is done."""
+    global _stream
+    cuda: Any = torch.cuda
+    with torch.no_grad():
+        if not any(tensor.is_cuda for tensor in tensors):
+            torch._foreach_copy_(list(targets), list(tensors))
+            return
+        if _stream is None:
+            _stream = cuda.Stream()
+        _stream.wait_stream(cuda.current_stream())
+        with cuda.stream(_stream):
+            torch._foreach_copy_(list(targets), list(tensors), non_blocking=True)
+        _stream.synchronize()
+
+
+def pin(slot: CopySlot) -> None:
+    """Lock the pages of a slot for copies from a GPU, if there is one; that only saves time."""
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
+        address = torch.frombuffer(slot.content, dtype=torch.uint8).data_ptr()
+        cuda.cudart().cudaHostRegister(address, slot.capacity, 0)
+
+
+def _key_of(tensors: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
+    return [
+        (name, t.dtype, t.shape, t.device_mesh, t.placements)
+        if isinstance(t, DTensor)
+        else (name, t.dtype, t.shape)
+        for name, t in tensors.items()
+    ]
