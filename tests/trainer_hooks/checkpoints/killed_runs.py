@@ -286,6 +286,7 @@ def run_rank(kind: str, directory: Path, rank: int, port: int) -> None:
         "pipelining": pipelining,
         "plain": plain,
     }[kind](directory, Log(directory, rank))
+    dist.barrier()  # no rank leaves while another one still trains
     dist.destroy_process_group()
 
 
@@ -297,7 +298,8 @@ def start(kind: str, directory: Path, port: int, attempt: int) -> list[int]:
         if pid == 0:
             code = 1
             try:
-                errors = os.open(directory / f"errors.rank{rank}", os.O_WRONLY | os.O_CREAT)
+                path = directory / f"errors.rank{rank}"
+                errors = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(errors, 1)
                 os.dup2(errors, 2)
                 run_rank(kind, directory, rank, port)
@@ -368,8 +370,7 @@ def launch(kind: str, kills: int, directory: Path, port: int) -> None:
             shutil.rmtree(memory_of(directory, node), ignore_errors=True)
             lost_nodes.append(node)
         if any(codes.values()):
-            rank = next(rank for rank, code in codes.items() if code)
-            sys.exit((directory / f"errors.rank{rank}").read_text())
+            sys.exit("".join(path.read_text() for path in sorted(directory.glob("errors.*"))))
         if not alive:
             print(f"ended after {attempt} kills")
             return
