@@ -1,9 +1,9 @@
 """Trainings of several ranks that copy their state to memory, and are killed.
 
-Reads a line of JSON per training from standard input: directory, steps, and the directory of copies
-of each rank. A training resumes, continues until that many steps are complete, waits until the copy
-of the last one is complete (and sent, if there is another node), and is killed. The answer is a line
-of JSON: for each rank where it resumed, at which step, and its weights, or its error.
+Reads a line of JSON per training from standard input: directory, steps, and the directory of
+copies of each rank. A training resumes, continues until that many steps are complete, waits until
+the copy of the last one is complete (and sent, if there is another node), and is killed. The answer
+is a line of JSON: for each rank where it resumed, at which step, and its weights, or its error.
 
 Ranks are forked from this process, which has imported torch.
 """

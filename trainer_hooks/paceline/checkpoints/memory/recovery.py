@@ -65,14 +65,14 @@ def choose(
     size = len(offers)
     newest_on_disk = disk[0] if disk else None
     found: dict[Saved, dict[int, Source]] = {}
+    known = {offer.disk for own in offers for offer in own if offer.run == run and offer.disk}
+    if known and (newest_on_disk is None or newest_on_disk < max(known)):
+        return None  # checkpoints were deleted: the user went back to an earlier one
     for rank, own in enumerate(offers):
         at = first_ranks[rank]
         for offer in own:
             source = Source(offer.name, at)
             if offer.run != run or offer.world_size != size or source in excluded:
-                continue
-            # Checkpoints were deleted since then: the user went back to an earlier step.
-            if offer.disk is not None and (newest_on_disk is None or newest_on_disk < offer.disk):
                 continue
             ranks = found.setdefault(Saved(offer.name.generation, offer.name.step), {})
             is_own = offer.name.rank < size and at == first_ranks[offer.name.rank]

@@ -1,0 +1,143 @@
+"""The time that copies in memory take from a training.
+
+One process with a state of 205 MB (four layers and the two moments of AdamW). The time for which a
+copy blocks the loop is compared with `torch.distributed.checkpoint.save` of the same state to disk,
+in turn. The overhead per step compares blocks of steps with and without copies, in turn: a step in
+which the host waits, as for an accelerator, and one in which a thread of it computes. Copies are as
+frequent as they choose by the default budget of 0.5%.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean, median, stdev
+from time import perf_counter
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import paceline
+from benchmarks.harness import Result
+from benchmarks.harness.torch_alone import torch_alone
+
+WIDTH = 2068  # four square layers: 205 MB with the optimizer
+SAVES = 9
+STEP_SECONDS = 0.25  # beside the optimizer's
+PAIRS = 8  # blocks of steps with copies and without
+
+
+def measure() -> Iterator[Result]:
+    torch.set_num_threads(1)
+    os.environ["PACELINE_RING_DIRECTORY"] = ""  # the hooks are inert
+    with (
+        tempfile.TemporaryDirectory() as disk,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+    ):
+        os.environ["PACELINE_MEMORY_DIRECTORY"] = memory
+        yield from _blocking(Path(disk))
+        for name, step in (("host waits", _wait), ("host computes", _computing())):
+            yield from _overhead(Path(disk), name, step)
+
+
+def _training(directory: Path) -> tuple[nn.Module, torch.optim.Optimizer, paceline.Checkpoints]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = paceline.Checkpoints(directory, every=0, memory=True, model=model, optimizer=optimizer)
+    return model, optimizer, state
+
+
+def _blocking(disk: Path) -> Iterator[Result]:
+    model, optimizer, state = _training(disk / "blocking")
+    copies = state._copies
+    assert copies is not None
+    copied, saved = [], []
+    for number in paceline.steps(range(SAVES + 1), state=state):
+        optimizer.step()
+        while copies._is_writing:
+            time.sleep(0.001)
+        if number == 0:  # the files are created after the first step
+            continue
+        started = perf_counter()
+        assert copies._copy(number, state._capture_apart)
+        copied.append(perf_counter() - started)
+        while copies._is_writing:  # the hash takes no time from the comparison
+            time.sleep(0.001)
+        started = perf_counter()
+        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        with torch_alone():
+            dcp.save(content, checkpoint_id=disk / "dcp", no_dist=True)
+        saved.append(perf_counter() - started)
+        shutil.rmtree(disk / "dcp")
+    copies.close(remove=True)
+    baseline = 1e3 * median(saved)
+    yield Result("memory copy: dcp.save of the same 205 MB", baseline, "ms")
+    yield Result("memory copy: blocks", 1e3 * median(copied), "ms", baseline, goal=0.15 * baseline)
+
+
+def _overhead(disk: Path, host: str, step: Callable[[], None]) -> Iterator[Result]:
+    """Compare blocks of steps; a block has two copies, or none."""
+    _, optimizer, state = _training(disk / host.replace(" ", "-"))
+    copies = state._copies
+    assert copies is not None
+    steps = iter(paceline.steps(range(1_000_000), state=state))
+    while copies._schedule.plan is None:
+        next(steps)
+        step()
+        optimizer.step()
+    every = copies._schedule.plan.every
+
+    def block(is_on: bool) -> float:
+        copies.is_off = not is_on
+        started = perf_counter()
+        for _ in range(2 * every):
+            next(steps)
+            step()
+            optimizer.step()
+        return perf_counter() - started
+
+    shares = []
+    for pair in range(PAIRS):
+        order = (True, False) if pair % 2 else (False, True)
+        seconds = {is_on: block(is_on) for is_on in order}
+        shares.append(100 * (seconds[True] / seconds[False] - 1))
+    copies.is_off = False
+    copies.close(remove=True)
+    error = stdev(shares) / PAIRS**0.5
+    yield Result(f"memory copy: steps between copies, {host}", every, "steps")
+    yield Result(
+        f"memory copy: added to a step, {host}",
+        mean(shares),
+        "%",
+        goal=0.5,
+        resolved=error < 0.25,
+    )
+    yield Result(f"memory copy: standard error of that, {host}", error, "%")
+
+
+def _wait() -> None:
+    time.sleep(STEP_SECONDS)
+
+
+def _computing() -> Callable[[], None]:
+    """Return a step of matrix products in one thread."""
+    matrix, out = torch.randn(192, 192) / 14, torch.empty(192, 192)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix, out=out)
+
+    run(1000)
+    started = perf_counter()
+    run(1000)
+    count = round(1000 * STEP_SECONDS / (perf_counter() - started))
+    return lambda: run(count)

@@ -1,0 +1,305 @@
+"""Copies of a process alone: what they contain, when they are kept, and what goes wrong."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.checkpoints.layout import RUN, saved_checkpoints
+from paceline.checkpoints.memory.copies import MemoryCopies, NodeMemory, _JobRanks
+from paceline.checkpoints.memory.directory import CopyDirectory
+from paceline.checkpoints.rank_group import RankGroup
+from paceline.checkpoints.trees import serialize
+from paceline.environment import memory_settings
+from paceline_wire.ring import RingReader
+
+
+@pytest.fixture(autouse=True)
+def root(no_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have copies in a directory of the test, as often as possible."""
+    monkeypatch.setenv("PACELINE_MEMORY_DIRECTORY", str(tmp_path / "memory"))
+    monkeypatch.setenv("PACELINE_MEMORY_OVERHEAD", "1000")
+    return tmp_path / "memory"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
+class CopiedScript:
+    """A training that is interrupted after some batches."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.directory = directory
+        self.model = nn.Linear(3, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        defaults = {"every": 0, "model": self.model, "optimizer": self.optimizer}
+        self.state = paceline.Checkpoints(directory, **defaults | options)
+        self.copies = self.state._copies
+
+    def train(self, stop_after: int, spoil: Callable[[int], None] = lambda step: None) -> Any:
+        for number in paceline.steps(range(100), state=self.state):
+            if self.state.step == stop_after:
+                break
+            self.wait()
+            self.model(torch.full((3,), float(number))).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            spoil(self.state.step + 1)
+        self.state.wait()
+        self.wait()
+        return self
+
+    def wait(self) -> None:
+        """Wait until the last copy is complete."""
+        if self.copies is not None:
+            until(lambda: self.copies.is_off or not self.copies._is_writing)
+
+    def interrupt(self) -> CopyDirectory:
+        """End as a killed process does: the copies stay."""
+        assert self.copies is not None
+        self.copies.close(remove=False)
+        return self.copies._directory
+
+    @property
+    def resumed(self) -> tuple[str | None, int | None]:
+        return self.state.resumed_from, self.state.resumed_step
+
+
+def test_all_kinds_of_tensors_are_restored(tmp_path: Path) -> None:
+    def parts() -> dict[str, Any]:
+        return {
+            "bits": torch.zeros(3, dtype=torch.bool),
+            "half": torch.zeros(5, dtype=torch.bfloat16),
+            "number": torch.zeros((), dtype=torch.float64),
+            "empty": torch.zeros(0, 3),
+            "turned": torch.zeros(4, 3).t(),
+            "table": {"rows": torch.zeros(2), "names": ["a", ("b", None)]},
+            "generator": torch.Generator().manual_seed(0),
+        }
+
+    first, second = parts(), parts()
+    first["bits"][1] = True
+    first["half"] += 1 / 3
+    first["number"] += 1 / 7
+    first["turned"].copy_(torch.arange(12.0).view(3, 4))
+    first["table"] |= {"rows": torch.ones(2), "names": ["c"]}
+    torch.rand(3, generator=first["generator"])
+    CopiedScript(tmp_path / "saved", **first).train(3).interrupt()
+    script = CopiedScript(tmp_path / "saved", **second).train(3)
+    assert script.resumed == ("memory", 2)
+    for name in ("bits", "half", "number", "empty", "turned"):
+        assert torch.equal(second[name], first[name])
+    assert second["table"]["rows"].tolist() == [1, 1]
+    assert second["table"]["names"] == ["c"]
+    assert second["generator"].get_state().equal(first["generator"].get_state())
+
+
+def test_copies_are_deleted_when_the_training_is_complete(tmp_path: Path, root: Path) -> None:
+    script = CopiedScript(tmp_path / "saved").train(9)
+    assert len(list(root.glob("*/*.copy"))) == 3
+    script.state._end_copies()
+    assert list(root.iterdir()) == []
+
+
+SCRIPT = """
+import sys, time, torch, paceline
+weight = torch.zeros(3)
+state = paceline.Checkpoints(sys.argv[1], every=0, weight=weight)
+for number in paceline.steps(range(9), state=state):
+    while state._copies._is_writing and not state._copies.is_off:
+        time.sleep(0.001)
+    if number == 7 and sys.argv[2] == "fail":
+        raise RuntimeError("broken")
+print(state.resumed_from, state.resumed_step)
+"""
+
+
+def test_copies_are_kept_if_an_error_ends_the_training(tmp_path: Path, root: Path) -> None:
+    def run(how: str) -> str:
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "saved"), how]
+        return subprocess.run(command, capture_output=True, text=True).stdout
+
+    assert run("fail") == ""
+    assert len(list(root.glob("*/*.copy"))) > 0
+    assert run("end") == "memory 4\n"
+    assert list(root.iterdir()) == []
+
+
+def test_a_copy_with_nan_is_not_loaded(tmp_path: Path) -> None:
+    def spoil(step: int) -> None:
+        if step == 4:
+            with torch.no_grad():
+                script.model.weight[0, 0] = torch.nan
+
+    script = CopiedScript(tmp_path / "saved", every=3)
+    script.train(5, spoil).interrupt()
+    assert CopiedScript(tmp_path / "saved").train(3).resumed == ("disk", 3)
+
+
+def test_a_newer_checkpoint_on_disk_is_preferred(tmp_path: Path) -> None:
+    CopiedScript(tmp_path / "saved", every=6).train(7).interrupt()
+    assert CopiedScript(tmp_path / "saved").train(3).resumed == ("disk", 6)
+
+
+def test_copies_are_not_loaded_after_the_user_went_back_to_an_earlier_checkpoint(
+    tmp_path: Path,
+) -> None:
+    script = CopiedScript(tmp_path / "saved", every=7)
+    script.train(17, lambda step: script.state.wait()).interrupt()  # copied at 16
+    newest = saved_checkpoints(tmp_path / "saved")[0]
+    assert newest.step == 14
+    (tmp_path / "saved" / newest.name).rename(tmp_path / "elsewhere")
+    assert CopiedScript(tmp_path / "saved").train(3).resumed == ("disk", 7)
+
+
+def test_copies_of_another_model_are_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    CopiedScript(tmp_path / "saved").train(5).interrupt()
+    script = CopiedScript(tmp_path / "saved", model=nn.Linear(4, 2))
+    for _ in script.state.begin([]):
+        pass
+    assert script.resumed == (None, None)
+    assert "model.weight is float32 [2, 3] there and float32 [2, 4] here" in caplog.text
+
+
+def test_without_memory_training_continues_and_it_is_reported(
+    tmp_path: Path,
+    reader: RingReader,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("PACELINE_MEMORY_BYTES", "1000")
+    script = CopiedScript(tmp_path / "saved", memory=True).train(9)
+    assert script.state.step == 9
+    assert reader.view().failed_saves == 1
+    assert "this rank may use 1,000" in caplog.text
+    assert not list(tmp_path.glob("memory/*/*"))
+
+
+def test_a_full_file_system_stops_no_training(tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))\n"
+    command = [sys.executable, "-c", limit + SCRIPT, str(tmp_path / "saved"), "end"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.stdout == "None None\n", ended.stderr
+    assert "Copies in memory: [Errno 27] File too large" in ended.stderr
+
+
+def test_an_object_that_cannot_be_copied_turns_copies_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = CopiedScript(tmp_path / "saved", sparse={"x": torch.zeros(2).to_sparse()}).train(9)
+    assert script.state.step == 9
+    assert script.copies.is_off
+    assert "sparse.x is a torch.sparse_coo, which is not copied to memory" in caplog.text
+
+
+def test_the_root_of_another_user_turns_copies_off(
+    tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    root.symlink_to(tmp_path / "elsewhere")
+    script = CopiedScript(tmp_path / "saved").train(5)
+    assert script.copies is None
+    assert "is not a directory of this user" in caplog.text
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_state_that_grows_is_copied_to_larger_files(tmp_path: Path) -> None:
+    table: dict[str, Any] = {"rows": torch.zeros(2)}
+
+    def grow(step: int) -> None:
+        if step == 7:
+            table["rows"] = torch.ones(100_000)
+
+    CopiedScript(tmp_path / "saved", table=table).train(17, grow).interrupt()
+    table = {"rows": torch.zeros(2)}
+    assert CopiedScript(tmp_path / "saved", table=table).train(3).resumed == ("memory", 16)
+    assert table["rows"].sum() == 100_000
+
+
+def test_the_directory_of_a_run_is_bounded(tmp_path: Path, root: Path) -> None:
+    for steps in (9, 17, 33):
+        script = CopiedScript(tmp_path / "saved").train(steps)
+        run = (tmp_path / "saved" / RUN).read_text()
+        files = list((root / run).iterdir())
+        assert len(files) <= 4, "three, and the one that was loaded"
+        script.interrupt()
+
+
+@pytest.fixture
+def silent_peer(tmp_path: Path) -> Any:
+    """A holder that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()
+
+
+def test_a_peer_that_never_answers_delays_no_copy(
+    tmp_path: Path, silent_peer: tuple[str, int]
+) -> None:
+    directory = CopyDirectory(tmp_path / "memory", "0" * 32)
+    ranks = _JobRanks(RankGroup(None), [0], [0], [silent_peer], b"secret")
+    reports: list[str] = []
+    closed = threading.Event()
+    memory = NodeMemory(1 << 30)
+    copies = MemoryCopies(
+        memory_settings(), directory, ranks, 1, memory, None, None, closed, reports.append
+    )
+    state = {"weight": torch.zeros(100)}
+    copied = []
+    for step in range(1, 65):
+        if copies.step_ended(step, lambda: (state, {"weight": serialize(None)})):
+            copied.append(step)
+        until(lambda: not copies._is_writing)
+        assert not copies.is_off
+    assert copied == [2, 4, 8, 16, 32, 64]
+    assert copies.skipped == 0
+    assert copies._sending is not None, "the transfer still waits"
+    assert [name.step for name in directory.copies()] == [2, 16, 32, 64]
+    copies.close(remove=True)
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_a_dead_peer_is_reported_once_and_tried_again(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    directory = CopyDirectory(tmp_path / "memory", "0" * 32)
+    ranks = _JobRanks(RankGroup(None), [0], [0], [address], b"secret")
+    reports: list[str] = []
+    copies = MemoryCopies(
+        memory_settings(),
+        directory,
+        ranks,
+        1,
+        NodeMemory(1 << 30),
+        None,
+        None,
+        threading.Event(),
+        reports.append,
+    )
+    state = {"weight": torch.zeros(100)}
+    for step in range(1, 2**12 + 1):
+        if copies.step_ended(step, lambda: (state, {"weight": serialize(None)})):
+            copies._send_after = 0.0
+        until(lambda: not copies._is_writing and copies._sending is None)
+        assert not copies.is_off
+    assert copies._failures > 3
+    assert len(reports) == 1
+    assert "Connection refused" in reports[0]
+    copies.close(remove=True)

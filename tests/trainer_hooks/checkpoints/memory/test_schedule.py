@@ -1,0 +1,91 @@
+"""Copies are as frequent as the budget allows, at the same steps on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from paceline.checkpoints.memory import schedule
+from paceline.checkpoints.memory.schedule import CopyCost, CopySchedule, plan_of
+
+
+def cost(**values: float) -> CopyCost:
+    default = {"step_seconds": 1.0, "blocking_seconds": 0.001, "background_seconds": 0.01}
+    return CopyCost(step=20, **{"transfer_seconds": None, **default, **values})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("costs", "every", "send_every"),
+    [
+        ([cost()], 1, 1),
+        ([cost(blocking_seconds=0.005)], 1, 1),
+        ([cost(blocking_seconds=0.0051)], 2, 2),
+        ([cost(), cost(blocking_seconds=0.05)], 10, 10),
+        ([cost(background_seconds=3.0)], 4, 4),
+        ([cost(transfer_seconds=3.0)], 1, 4),
+        ([cost(blocking_seconds=0.01, transfer_seconds=3.0)], 2, 4),
+        ([cost(step_seconds=0.01), cost()], 20, 20),
+    ],
+)
+def test_copies_take_at_most_the_budget(costs: list[CopyCost], every: int, send_every: int) -> None:
+    plan = plan_of(costs, 0.005, lead_seconds=3.0)
+    assert (plan.every, plan.send_every) == (every, send_every)
+    assert plan.first_step > 20 + 3
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CopySchedule]]:
+    """Two ranks with one store, which is polled whenever they ask."""
+    for name in ("FIRST_POLL_SECONDS", "POLL_SECONDS", "POST_SECONDS"):
+        monkeypatch.setattr(schedule, name, 0.0)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield [CopySchedule(PrefixStore("copies", store.clone()), r, 2, 0.005) for r in range(2)]
+    del store  # its server ends with it
+
+
+def train(rank: CopySchedule, steps: int, blocking_seconds: float) -> list[int]:
+    """Return the steps after which there was a copy."""
+    copied = []
+    for step in range(1, steps + 1):
+        if rank.step_ended(step):
+            copied.append(step)
+            rank.copied(blocking_seconds)
+            rank.hashed(0.0, 0.0)
+    return copied
+
+
+def test_copies_before_the_first_plan_are_ever_rarer(ranks: list[CopySchedule]) -> None:
+    assert train(ranks[0], 40, 0.0) == [2, 4, 8, 16, 32]
+
+
+def test_all_ranks_follow_the_plan_of_the_slowest(ranks: list[CopySchedule]) -> None:
+    train(ranks[0], 40, 0.0)
+    train(ranks[1], 40, 10.0)
+    for rank in (*ranks[::-1], *ranks):
+        rank.poll()
+    for rank in ranks:
+        rank.step_ended(10_000_000)
+        assert rank.plan is not None
+        assert rank.plan.every > 1000
+    assert ranks[0].plan == ranks[1].plan
+
+
+def test_a_rank_that_stops_has_all_stop(ranks: list[CopySchedule]) -> None:
+    ranks[1].turn_off("no memory")
+    ranks[0].poll()
+    assert ranks[0].off == "no memory"
+
+
+def test_older_copies_are_needed_until_all_ranks_have_a_newer_one(
+    ranks: list[CopySchedule],
+) -> None:
+    ranks[0].completed(4)
+    ranks[1].completed(8)
+    ranks[0].poll()
+    assert not ranks[0].has_complete_step
+    ranks[0].completed(8)
+    for rank in ranks:
+        rank.poll()
+        assert rank.has_complete_step
