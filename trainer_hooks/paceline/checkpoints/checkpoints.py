@@ -295,8 +295,8 @@ class Checkpoints:
         return capture_apart(self._whole())
 
     def _end_copies(self) -> None:
-        if self._copies is not None and self._is_searched:
-            self._copies.close_at_end(is_stopped=self.stopped)
+        if self._copies is not None:
+            self._copies.close_at_end(is_complete=self._is_searched and not self.stopped)
 
     def _save(self) -> None:
         self._saved_at = monotonic()

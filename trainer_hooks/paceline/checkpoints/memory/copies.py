@@ -503,10 +503,10 @@ class MemoryCopies:
         if remove:
             self._directory.remove(self._generation)
 
-    def close_at_end(self, *, is_stopped: bool) -> None:
-        """Close; keep the copies if an error or a request ends the training, to resume from."""
+    def close_at_end(self, *, is_complete: bool) -> None:
+        """Close. Keep the copies if the training is not complete, or an error ends it."""
         failed = sys.exc_info()[1] is not None or hasattr(sys, "last_value")
-        self.close(remove=not is_stopped and not failed)
+        self.close(remove=is_complete and not failed)
 
 
 def _answer_of(connection: PeerConnection) -> Reply:

@@ -56,7 +56,7 @@ def choose(
     """Return the newest step that all ranks have; None: the disk has a newer one, or there is none.
 
     Args:
-        offers: for each rank, the copies on its node.
+        offers: for each rank, the copies on its node, or none if an earlier rank has listed them.
         first_ranks: for each rank, the first one of its node.
         run: identity of the checkpoint directory.
         disk: committed checkpoints, the best one first.
@@ -131,7 +131,8 @@ class Recovery:
 
     def find(self, disk: Sequence[Saved]) -> tuple[Choice, CopyFile] | None:
         """Return the step to load and this rank's copy of it, verified on all ranks, or None."""
-        offers = self._peers.gather(offers_of(self._directory))
+        is_first = self._first_ranks[self._peers.rank] == self._peers.rank
+        offers = self._peers.gather(offers_of(self._directory) if is_first else [])
         excluded: frozenset[Source] = frozenset()
         for _ in range(ATTEMPTS):
             choice = choose(offers, self._first_ranks, self._run, disk, excluded)
@@ -141,7 +142,7 @@ class Recovery:
             failures = self._peers.gather(failure)
             if not any(failures):
                 # The copies are intact; now whether this script can load them.
-                unfit = self._peers.first(None if copy is None else self._check(copy))
+                unfit = self._peers.first(None if copy is None else self._unfit(copy))
                 if unfit is None and copy is not None:
                     return choice, copy
                 if self._peers.rank == 0:
@@ -177,6 +178,12 @@ class Recovery:
                 path.unlink(missing_ok=True)
             return None, f"{reason_of(error)} (rank {rank})"
         return copy, None
+
+    def _unfit(self, copy: CopyFile) -> str | None:
+        try:
+            return self._check(copy)
+        except Exception as error:  # raised by the script's own objects: the others wait for us
+            return f"{reason_of(error)} (rank {self._peers.rank})"
 
 
 def _refuse_if_mixed(record: CopyRecord, name: CopyName, run: str, world_size: int) -> None:
