@@ -143,10 +143,10 @@ def test_a_copy_without_room_is_refused_and_the_connection_stays(
 def test_without_the_secret_nothing_is_answered(tmp_path: Path, holder: Holder) -> None:
     with pytest.raises((CheckpointError, OSError)):
         holder.connect(secret=b"x" * 32)
-    with socket.create_connection(holder.address) as stranger:
-        stranger.sendall(bytes(64))  # a nonce and a wrong proof
-        assert len(stranger.recv(1000)) == 32  # the server's nonce
-        assert stranger.recv(1000) == b""
+    with socket.create_connection(holder.address) as unknown:
+        unknown.sendall(bytes(64))  # a nonce and a wrong proof
+        assert len(unknown.recv(1000)) == 32  # the server's nonce
+        assert unknown.recv(1000) == b""
     assert holder.directory.copies() == []
 
 
