@@ -52,7 +52,7 @@ def train(rank: CopySchedule, steps: int, blocking_seconds: float) -> list[int]:
         if rank.step_ended(step):
             copied.append(step)
             rank.copied(blocking_seconds)
-            rank.hashed(0.0, 0.0)
+            rank.hashed(0.0)
     return copied
 
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from time import monotonic, thread_time
+from time import monotonic
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -403,7 +403,7 @@ class MemoryCopies:
 
     def _complete(self, slot: CopySlot, step: int, layout: CopyLayout) -> None:
         """Hash a copy and give it its name. Raises OSError if it was deleted."""
-        started, cpu = monotonic(), thread_time()
+        started = monotonic()
         disk = self.disk
         record = CopyRecord(
             run=self._directory.run,
@@ -424,7 +424,7 @@ class MemoryCopies:
         self._is_writing = False
         if self._holder is None:
             self._schedule.completed(step)
-        self._schedule.hashed(monotonic() - started, self._taken_from_training(thread_time() - cpu))
+        self._schedule.hashed(monotonic() - started)
         steps = [each.record.step for each in self._slots if each.record is not None]
         if self._has_old_files and len(steps) > 1:
             self._has_old_files = False
@@ -435,13 +435,6 @@ class MemoryCopies:
         if self._holder is not None and is_free and self._schedule.is_to_send(step):
             self._sending = slot
             self._outgoing.put(slot)
-
-    def _taken_from_training(self, cpu_seconds: float) -> float:
-        """Return how much the hash delays a training that runs on all processors of the node."""
-        if torch.accelerator.is_available():
-            return 0.0
-        hashes = 1 if self._holder is None else 2  # that of the copy that is held here
-        return hashes * cpu_seconds / len(os.sched_getaffinity(0))
 
     # The thread that sends
 

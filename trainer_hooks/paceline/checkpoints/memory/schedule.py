@@ -33,7 +33,7 @@ class CopyCost(msgspec.Struct, frozen=True):
 
     step: int  # at which the rank is
     step_seconds: float
-    blocking_seconds: float  # delay of the training
+    blocking_seconds: float  # the training thread waits
     background_seconds: float  # until the copy is hashed
     transfer_seconds: float | None  # until it is on the other node; None: there was none
 
@@ -96,7 +96,6 @@ class CopySchedule:
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._blocking: deque[float] = deque(maxlen=_COPIES_KEPT)
         self._background: deque[float] = deque(maxlen=_COPIES_KEPT)
-        self._taken: deque[float] = deque(maxlen=_COPIES_KEPT)
         self._transfers: deque[float] = deque(maxlen=_COPIES_KEPT)
         self._copies = 0
         self._awaits_transfer = False
@@ -135,10 +134,9 @@ class CopySchedule:
 
     # Other threads
 
-    def hashed(self, seconds: float, taken_seconds: float) -> None:
-        """Note how long it took to hash a copy, and how much of it the training was delayed."""
+    def hashed(self, seconds: float) -> None:
+        """Note how long it took to hash a copy."""
         self._background.append(seconds)
-        self._taken.append(taken_seconds)
 
     def completed(self, step: int) -> None:
         """Note a complete copy; counted in the store until there is one step of all ranks."""
@@ -189,7 +187,7 @@ class CopySchedule:
         return CopyCost(
             step=self._step,
             step_seconds=median(self._steps.copy()),
-            blocking_seconds=median(self._blocking.copy()) + median(self._taken.copy()),
+            blocking_seconds=median(self._blocking.copy()),
             background_seconds=median(self._background.copy()),
             transfer_seconds=median(self._transfers.copy()) if self._transfers else None,
         )

@@ -81,6 +81,7 @@ class CopySlot:
         finally:
             os.close(descriptor)
         self._bytes = torch.frombuffer(self.content, dtype=torch.uint8)
+        self._bytes.zero_()  # maps all pages now: the training thread would wait for it later
         self._views: list[Tensor] = []
         self._layout: CopyLayout | None = None
         self.written_bytes = 0
