@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def runs(directory: Path) -> Runs:
     return {run["name"]: run for run in found}
 
 
-def steps_of(directory: Path, scenario: str) -> list[int]:
-    reader = RingReader(directory / f"{scenario}.g0.r0.ring")
+def steps_of(directory: Path, scenario: str, generation: int = 0) -> list[int]:
+    reader = RingReader(directory / f"{scenario}.g{generation}.r0.ring")
     return [span.step for span in unpack(reader.read()) if span.op == Op.STEP]
 
 
@@ -87,3 +88,30 @@ def test_the_steps_of_a_script_that_resumes_continue(runs: Runs, directory: Path
     assert steps_of(directory, "complete") == [0, 1, 2, 3, 4, 5]
     assert steps_of(directory, "resumed") == [6, 7, 8, 9, 10, 11]
     assert steps_of(directory, "resumed_in_marked_steps") == [0, 1, 2, 3, 4, 5]
+
+
+TRAINED_UNRECORDED = """
+import os, torch, paceline
+model = torch.nn.Linear(2, 2)
+def train(optimizer, steps):
+    for _ in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+paceline.init()
+train(torch.optim.Adam(model.parameters()), 1)
+paceline.finish()
+optimizer = torch.optim.Adam(model.parameters())
+train(optimizer, 5)
+os.environ["PACELINE_GENERATION"] = "1"
+paceline.init()
+train(optimizer, 1)
+paceline.finish()
+"""
+
+
+def test_steps_that_an_optimizer_made_unrecorded_do_not_count(
+    script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    finished = script(TRAINED_UNRECORDED)
+    assert finished.returncode == 0, finished.stderr
+    assert [steps_of(tmp_path, "local", generation) for generation in (0, 1)] == [[0], [0]]

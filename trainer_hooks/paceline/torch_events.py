@@ -12,6 +12,7 @@ import sys
 import weakref
 from _thread import get_ident
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -77,6 +78,7 @@ class TorchEvents:
         self._has_optimizer = any(getattr(step, "hooked", False) for step in steps)
         self._had_optimizer = self._has_optimizer  # then `_optimizers` are not all
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._earlier: weakref.WeakSet[Any] = weakref.WeakSet()  # those that trained unrecorded
         _replace(torch.optim.Optimizer, "_patch_step_function", self._create_optimizer)
         _replace(torch.amp.GradScaler, "step", self._scaler_step)
         _replace(torch.autograd, "backward", self._backward)
@@ -104,6 +106,7 @@ class TorchEvents:
         self._owner = 0
         self.recognition = self.recorder = self.memory = None
         self.checkpoints = self.saves = None
+        self._earlier.update(self._optimizers)
 
     def has_optimizer(self) -> bool:
         """Return whether an optimizer of torch was ever created in this process."""
@@ -114,8 +117,8 @@ class TorchEvents:
         return not self._had_optimizer and len(self._optimizers) == 1
 
     def completed_steps(self) -> int:
-        """Return how many steps the optimizers of this process had made when they were loaded."""
-        return completed_steps(self._optimizers)
+        """Return how many steps the optimizers of this training had made when they were loaded."""
+        return completed_steps(self._optimizers - self._earlier)
 
     def watch_modules(self) -> None:
         """Replace the functions of modules that save checkpoints, once each is loaded."""
@@ -177,6 +180,8 @@ class TorchEvents:
                 self._remember(optimizer)
             recognition = self.recognition
             if recognition is None:
+                with suppress(TypeError):  # it cannot be hashed
+                    self._earlier.add(optimizer)
                 return
             if get_ident() == self._owner:
                 if self.memory is not None:
