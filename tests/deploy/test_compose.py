@@ -14,10 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,13 @@ import pytest
 import yaml
 
 from tests.ports import free_port
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 PROMETHEUS = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
 TOKENS = "/var/lib/paceline/tokens"
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while True:
-        found = condition()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
-        time.sleep(0.05)
 
 
 def interpolate(text: str) -> str:

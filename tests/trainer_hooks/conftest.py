@@ -165,3 +165,20 @@ def ring(tmp_path: Path) -> Recorder:
         started_ns=0,
     )
     return Recorder(create(tmp_path / "one.ring", identity))
+
+
+def run_scenarios(script: str, directory: Path) -> str:
+    """Run each scenario of a script of this folder with its ring in `directory`.
+
+    Returns what it printed.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", str(HERE / script), str(directory)],
+        env={**environment, "PACELINE_RING_DIRECTORY": str(directory), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,6 +11,7 @@ import pytest
 
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, Span, unpack
+from tests.trainer_hooks.conftest import run_scenarios
 
 STEPS, ACCUMULATED = 6, 4  # as in recognized_runs.py
 
@@ -23,16 +21,7 @@ Recorded = Callable[[str], list[Span]]
 @pytest.fixture(scope="module")
 def rings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("rings")
-    script = Path(__file__).with_name("recognized_runs.py")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", str(script), str(directory)],
-        env={**environment, "PACELINE_RING_DIRECTORY": str(directory), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert finished.returncode == 0, finished.stderr
+    run_scenarios("recognized_runs.py", directory)
     return directory
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
+from tests.trainer_hooks.conftest import run_scenarios
 
 Runs = dict[str, dict[str, Any]]
 
@@ -26,17 +25,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(directory: Path) -> Runs:
     """Return what each scenario of saving_runs.py printed."""
-    script = Path(__file__).with_name("saving_runs.py")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", str(script), str(directory)],
-        env={**environment, "PACELINE_RING_DIRECTORY": str(directory), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert finished.returncode == 0, finished.stderr
-    found = [json.loads(line) for line in finished.stdout.splitlines()]
+    printed = run_scenarios("saving_runs.py", directory)
+    found = [json.loads(line) for line in printed.splitlines()]
     return {run["name"]: run for run in found}
 
 

@@ -78,7 +78,8 @@ class TorchEvents:
         self._has_optimizer = any(getattr(step, "hooked", False) for step in steps)
         self._had_optimizer = self._has_optimizer  # then `_optimizers` are not all
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._earlier: weakref.WeakSet[Any] = weakref.WeakSet()  # those that trained unrecorded
+        # Those that trained before this recording.
+        self._earlier: weakref.WeakSet[Any] = weakref.WeakSet()
         _replace(torch.optim.Optimizer, "_patch_step_function", self._create_optimizer)
         _replace(torch.amp.GradScaler, "step", self._scaler_step)
         _replace(torch.autograd, "backward", self._backward)

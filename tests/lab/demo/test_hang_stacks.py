@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,11 @@ import pytest
 
 from paceline_demo.cluster import Cluster
 from paceline_wire.local_token import find_token
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.alone, pytest.mark.campaign]
+
+NODE_COUNT = 1
 
 TRAINER = """
 import os, threading
@@ -43,26 +44,6 @@ for step, batch in paceline.steps(enumerate(batches())):
     threading.Event().wait(0.02)
     dist.all_reduce(batch)
 """
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    started = Cluster(node_count=1, port=0)
-    try:
-        started.start()
-        yield started
-    finally:
-        orphans = started.close()
-        started.remove_logs()
-    assert orphans == 0
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
-        time.sleep(0.1)
-    return found
 
 
 @pytest.mark.timeout(400)

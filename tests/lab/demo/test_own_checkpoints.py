@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +14,13 @@ import pytest
 from paceline_demo.cluster import Cluster
 from paceline_demo.fake_nvml import THROTTLE_REASONS
 from paceline_wire.local_token import find_token
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.alone, pytest.mark.campaign]
 
+NODE_COUNT = 3
+
 EVERY = 200  # as in plain_trainer.py
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    started = Cluster(node_count=3, port=0)
-    try:
-        started.start()
-        yield started
-    finally:
-        orphans = started.close()
-        started.remove_logs()
-    assert orphans == 0
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
-        time.sleep(0.1)
-    return found
 
 
 def restart_server(cluster: Cluster) -> None:

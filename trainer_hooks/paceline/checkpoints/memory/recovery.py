@@ -53,7 +53,7 @@ def choose(
     disk: Sequence[Saved],
     excluded: frozenset[Source],
 ) -> Choice | None:
-    """Return the newest step that all ranks have; None: the disk has a newer one, or there is none.
+    """Return the newest step that all ranks have in memory; None if the disk has the best one.
 
     Args:
         offers: for each rank, the copies on its node, or none if an earlier rank has listed them.

@@ -65,7 +65,7 @@ class CopySlot:
     """A mapped file of one copy, or of none yet."""
 
     def __init__(self, path: Path, capacity: int) -> None:
-        """Create the file and reserve its space. Raises OSError if there is none."""
+        """Create the file and reserve its space. Raises OSError if memory is full."""
         self.part = path  # its name while it is no complete copy
         self.path = path
         self.record: CopyRecord | None = None  # that of the complete copy
