@@ -131,9 +131,9 @@ class Injector:
         self.cleanup.callback(self.cluster.orders.unlink, missing_ok=True)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for rank in self.ranks:
+        for pid in [self._pid(rank) for rank in self.ranks]:  # found first: all end at once
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid(rank), number)
+                os.kill(pid, number)
 
     def _limit(self, sent_bytes_per_step: float) -> None:
         """Limit the node's traffic so that a step's bytes need `magnitude` of a step."""

@@ -33,14 +33,20 @@ def cpu_wait_share(observation: Observation, generation: Generation) -> float | 
     return median(rates) if rates else None
 
 
-def largest_accident(share: float | None, seconds: float) -> float:
+def largest_accident(share: float | None, seconds: float, own_share: float | None = None) -> float:
     """Return the largest slowdown that waiting for a CPU explains, for this median share.
+
+    A rank that works for a small share of the step, and waits for its peers in the rest, may wait
+    for a CPU just while it works: its few milliseconds then become many times as long.
 
     Args:
         share: as `cpu_wait_share` returns it.
         seconds: how long the slowdown has lasted.
+        own_share: usual time of the slow work as a share of the step; None if it is unknown.
     """
     if share is None or share < LEAST_SHARE:
         return 1.0
     excess = share / max(1.0 - share, 0.05)
+    if own_share is not None:
+        excess = max(excess, share / max(own_share, 0.01))
     return 1.0 + excess * min(1.0, math.sqrt(_EVENS_OUT_SECONDS / max(seconds, 1e-9)))

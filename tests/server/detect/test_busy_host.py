@@ -76,3 +76,9 @@ def test_waits_that_are_usual_or_not_measured_hide_nothing(share):
 def test_less_is_hidden_the_longer_it_lasts():
     hidden = [largest_accident(0.5, seconds) for seconds in (1.0, 5.0, 20.0, 500.0)]
     assert hidden == pytest.approx([2.0, 2.0, 1.5, 1.1])
+
+
+def test_more_is_hidden_of_a_rank_that_works_for_a_small_share_of_the_step():
+    """24% of a step of 327 ms, all of it within 5 ms of work."""
+    hidden = [largest_accident(0.24, 1.0, share) for share in (None, 0.9, 0.016)]
+    assert hidden == pytest.approx([1.316, 1.316, 16.0], abs=1e-3)

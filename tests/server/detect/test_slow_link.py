@@ -99,6 +99,24 @@ def test_transfers_of_ranks_that_wait_for_a_cpu_are_not_judged(share):
     assert bool(run.advance(40)) == (share == 0.0)
 
 
+def test_transfers_that_wait_for_a_cpu_of_a_busy_host_are_no_warning():
+    """All ranks wait for a CPU for 12% of the time, later two of them for 80%."""
+    run = watched(PIPELINE, 3, ranks_per_node=1)
+    link, found = run.links()[0], []
+    for step in range(60):
+        if step == 40:
+            run.slow_links = both_ways(link, 14.0)
+        for rank in range(PIPELINE.world_size):
+            later = 0.8 if rank in link else 0.12
+            seconds = 0.6 * (0.12 * min(step, 40) + later * max(step - 40, 0))
+            labels = {"job": "job", "rank": str(rank)}
+            waited = Sample(RUN_QUEUE_WAIT, labels, seconds, T0 + step * 600_000_000)
+            run.telemetry.add(f"node-{rank}", waited)
+        found += run.advance(1)
+    assert [(one.cause, one.severity) for one in found] == [("CPU contention", "info")]
+    assert found[0].cost_ratio > 0.05
+
+
 def test_a_link_slow_in_one_direction_is_found():
     run = watched(PIPELINE, 4, ranks_per_node=1)
     run.advance(40)

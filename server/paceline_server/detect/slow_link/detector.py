@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.detect.causes.catalog import UNKNOWN
+from paceline_server.detect.causes.catalog import CPU_CONTENTION, UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
-from paceline_server.detect.host_load import cpu_wait_share, largest_accident
+from paceline_server.detect.host_load import LEAST_SHARE, cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
@@ -241,7 +241,6 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
 
     def describe(self, active: _ReportedRoute, observation: Observation) -> Finding:
         route, before, usual = active.route, active.finding, active.usual_seconds
-        settings = self._detector.settings
         now, slowdown = self._now_and_slowdown(active)
         speedup = self._speedup(route, observation, before.onset_step)
         cost_ratio = self._cost_ratio(now - usual, speedup)
@@ -271,7 +270,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             slowdown=slowdown,
             cost_ratio=cost_ratio,
             speedup=speedup,
-            severity="warning" if cost_ratio >= settings.warning_cost_ratio else "info",
+            severity=self._severity(cost_ratio, diagnosis, observation),
             suspects_node=diagnosis.on_node and node is not None,
             evidence=[measured, *diagnosis.evidence],
             counter_evidence=diagnosis.counter_evidence,
@@ -305,6 +304,16 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         """
         share = cpu_wait_share(observation, self.generation)
         return (self.slowdown(reported) or 1.0) >= largest_accident(share, 0.0)
+
+    def _severity(
+        self, cost_ratio: float, diagnosis: Diagnosis, observation: Observation
+    ) -> Literal["info", "warning"]:
+        """Transfers that wait for busy CPUs are a symptom: `host_noise` and `busy_host` warn."""
+        if cost_ratio < self._detector.settings.warning_cost_ratio:
+            return "info"
+        share = cpu_wait_share(observation, self.generation) or 0.0
+        is_symptom = diagnosis.cause == CPU_CONTENTION and share >= LEAST_SHARE
+        return "info" if is_symptom else "warning"
 
     def diagnose(
         self, reported: _ReportedRoute, slowdown: float | None, observation: Observation

@@ -203,8 +203,9 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         if reported.is_reported:
             return True
         share = cpu_wait_share(observation, self.generation)
-        seconds = (now_ns - reported.onset_ns) / 1e9
-        return self.slowdown(reported) >= largest_accident(share, seconds)
+        seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
+        own_share = self._own_share(reported, slowdown)
+        return slowdown >= largest_accident(share, seconds, own_share)
 
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()
@@ -280,7 +281,9 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         typical = column_medians(rows)
         findings = self._chronic_recoveries(rows, observation)
         share = cpu_wait_share(observation, self.generation)
-        accident = math.log(largest_accident(share, measured_ns / 1e9))
+        own_seconds = float(np.median(np.nan_to_num(column_medians(np.array(self._own_seconds)))))
+        own_share = own_seconds / max(self._recent_step_seconds(), 1e-9)
+        accident = math.log(largest_accident(share, measured_ns / 1e9, own_share))
         is_clear = level >= max(self._levels.needed * _error_of_median(rows), accident)
         for rank in np.flatnonzero(is_clear & (level >= math.log(least))).tolist():
             is_known = rank in self._chronic or self._levels.explained[rank]
