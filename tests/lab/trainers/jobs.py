@@ -41,6 +41,17 @@ ARGUMENTS = (
     "--accelerator-seconds",
     "0.03",
 )
+# Less compute and longer sleeps: without its slow rank the job competes for the CPUs as with it.
+UNCONTENDED = (
+    "--width",
+    "32",
+    "--batch",
+    "8",
+    "--bucket-mb",
+    "0.2",
+    "--accelerator-seconds",
+    "0.1",
+)
 EVERYDAY = ("--evaluate-every", "200", "--checkpoint-every", "250", "--collect-every", "97")
 FAULT_SECONDS = 0.03
 SIZES = {
@@ -83,11 +94,13 @@ class TrainingCluster:
 
     # Jobs
 
-    def _command(self, trainer: str, fault: str, script: Path) -> list[str]:
+    def _command(
+        self, trainer: str, fault: str, script: Path, options: tuple[str, ...] = ARGUMENTS
+    ) -> list[str]:
         """Return script and arguments; what the fault does is written to the file of orders."""
         order = {"fault": fault, "rank": FAULTY_RANK, "after_step": ONSET, "seconds": FAULT_SECONDS}
         self.orders.write_text(json.dumps([order]))
-        command = [str(script), "--trainer", trainer, *ARGUMENTS]
+        command = [str(script), "--trainer", trainer, *options]
         if fault == "healthy":
             command += EVERYDAY
         return command + ["--pairs"] * (fault == "skip_subgroup")
@@ -96,11 +109,17 @@ class TrainingCluster:
     def orders(self) -> Path:
         return self.cluster.directory / "orders.json"
 
-    def start(self, trainer: str, fault: str, script: Path = UNCHANGED) -> str:
+    def start(
+        self,
+        trainer: str,
+        fault: str,
+        script: Path = UNCHANGED,
+        options: tuple[str, ...] = ARGUMENTS,
+    ) -> str:
         """Start a job through the server; return its id."""
         job = {
             "name": f"{trainer}-{fault}",
-            "argv": [sys.executable, *self._command(trainer, fault, script)],
+            "argv": [sys.executable, *self._command(trainer, fault, script, options)],
             "topology": SIZES.get(trainer, {"dp": 4, "pp": 1, "tp": 1}),
             "mode": "observe",
             "environment": {"ORDERS": str(self.orders)},

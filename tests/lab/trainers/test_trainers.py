@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lab.trainers.expected import CASES, FAULTY_RANK, ONSET, Case
-from tests.lab.trainers.jobs import TrainingCluster
+from tests.lab.trainers.jobs import UNCONTENDED, TrainingCluster
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(300)]
 
@@ -83,7 +83,7 @@ def analyze(training: TrainingCluster, job_id: str) -> dict[str, Any]:
 def test_the_analysis_gives_the_slow_rank_and_the_step_time_without_it(
     training: TrainingCluster, trainer: str
 ) -> None:
-    job_id = training.start(trainer, "slow")
+    job_id = training.start(trainer, "slow", options=UNCONTENDED)
     try:
         training.watch(job_id, Case(trainer, "slow", "straggler"))
         time.sleep(3)

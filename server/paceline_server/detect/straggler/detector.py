@@ -249,8 +249,11 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             seconds_ns = self._steps[-1].ended_ns - self._steps[-steps].started_ns
             if seconds_ns < _LEAST_CREEP_NS and steps < KEPT:
                 continue
-            rise = self._levels.assume(unit.ranks, FOLLOWED_STEPS, size)
-            yield self._activate(unit, "creeps", self._levels, rise, steps)
+            # Noise hid a change from one step to the next, which then is the onset.
+            jumped = self._levels.steps_since_jump(ranks[0], size)
+            rise = self._levels.assume(unit.ranks, jumped or FOLLOWED_STEPS, size)
+            way: Way = "creeps" if jumped is None else "steady"
+            yield self._activate(unit, way, self._levels, rise, jumped or steps)
 
     def _activate(
         self, unit: SlowUnit, way: Way, levels: PeerLevels, rise: Rise, steps: int
