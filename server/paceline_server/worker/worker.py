@@ -42,6 +42,9 @@ _STALLED_SECONDS = 15.0
 # process them (each pass reads all nodes and ranks), and writers of the log get their turn.
 _REST_FACTOR = 2.0
 _LONGEST_REST_SECONDS = 0.5  # a quarter of the time until an alert
+# After a command, for as long, the next results of agents are processed at once: ranks wait for it.
+_HURRY_SECONDS = 1.0
+_HURRY_TICK_SECONDS = 0.02
 _RETRY_NS = 1_000_000_000  # pause after a tick that failed for an unknown reason
 
 
@@ -104,6 +107,7 @@ class Worker:
         self._stop = threading.Event()
         self._last_pass = time.monotonic()
         self._pruned_ns = 0
+        self._hurry_until = 0.0
         self._log_sizes = LogSizes()
         self._problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
@@ -136,7 +140,10 @@ class Worker:
             self._last_pass = time.monotonic()
             took = self._last_pass - began
             rest = 0.0 if behind else min(_REST_FACTOR * took, _LONGEST_REST_SECONDS)
-            self._stop.wait(max(self._settings.tick_minimum_seconds - took, rest))
+            minimum = self._settings.tick_minimum_seconds
+            if self._last_pass < self._hurry_until:
+                minimum, rest = min(minimum, _HURRY_TICK_SECONDS), 0.0
+            self._stop.wait(max(minimum - took, rest))
             seen = self._signals.work.wait(seen, self._settings.tick_seconds)
         for job_id in list(self._jobs):
             self._release(job_id)
@@ -197,6 +204,7 @@ class Worker:
             if result.wrote:
                 self._signals.changes.notify()
             if result.commanded:
+                self._hurry_until = time.monotonic() + _HURRY_SECONDS
                 self._signals.commands.notify()
             if result.is_finished:
                 self._release(job_id)
