@@ -63,7 +63,8 @@ _FLAGS = re.compile(r"-[bBEIOPsSuv]+|-[WX].+")
 _WIDE = "0" * 20  # reserves space for a number of any length
 _PER_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
               "PACELINE_GENERATION", "PACELINE_DP", "PACELINE_PP", "PACELINE_TP",
-              "PACELINE_CP", "PACELINE_EP", "PACELINE_GPU_INDEX", "PACELINE_GPU_UUID"}  # fmt: skip
+              "PACELINE_CP", "PACELINE_EP", "PACELINE_GPU_INDEX", "PACELINE_GPU_UUID",
+              "PACELINE_SAVED_STEP"}  # fmt: skip
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -66,11 +66,18 @@ class Job:
     wait_for: Fixture
     modules: str = "slow"
 
-    def start(self, generation: int, *argv: str, ranks: int = 1, **environment: str) -> None:
+    def start(
+        self,
+        generation: int,
+        *argv: str,
+        ranks: int = 1,
+        saved_step: int | None = None,
+        **environment: str,
+    ) -> None:
         command = start_ranks(
             "", ranks, generation, argv=[sys.executable, *(argv or ("train.py",))],
             environment={PRELOAD: self.modules, **environment},
-            directory=str(self.directory),
+            directory=str(self.directory), saved_step=saved_step,
         )  # fmt: skip
         result = self.order(command)
         assert result.ok, result.detail
@@ -169,6 +176,16 @@ def test_all_ranks_of_a_node_are_forked_and_none_before_the_modules_are_imported
     ended = job.ended(1, 3)
     assert [json.loads(rank.log_tail)["environment"]["LOCAL_RANK"] for rank in ended] == [*"012"]
     assert sorted(job.imports()) == sorted([server, *(rank.pid for rank in executed)])
+
+
+def test_a_rank_is_forked_although_another_step_was_saved_since(job: Job) -> None:
+    job.start(0, saved_step=10)
+    server = job.until_preloaded()
+    job.ended(0)
+    job.start(1, saved_step=20)
+    assert json.loads(job.ended(1)[0].log_tail)["environment"]["PACELINE_SAVED_STEP"] == "20"
+    assert job.fork_server() == server
+    assert job.imports().count(job.pids(1)[0]) == 0, "it imported for itself"
 
 
 @pytest.mark.parametrize(
