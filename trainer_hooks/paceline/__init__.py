@@ -42,6 +42,7 @@ from paceline.hooks import (
     step_end,
     steps,
 )
+from paceline.renewal import resilient
 from paceline.requests import should_checkpoint, should_stop
 from paceline_wire.ring import AckStatus, Control, ControlKind
 from paceline_wire.spans import Op
@@ -71,6 +72,7 @@ __all__ = [
     "pending",
     "pipelining",
     "report",
+    "resilient",
     "section",
     "should_checkpoint",
     "should_stop",

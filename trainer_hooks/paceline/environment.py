@@ -72,6 +72,8 @@ _LAUNCHERS = (
 # 4 Gbit/s of a node, a small share of the links between nodes that train.
 PEER_BYTES_PER_SECOND = 500_000_000
 
+_started_ns: int | None = None  # CLOCK_MONOTONIC; None: with the process
+
 _METADATA_BYTES = 3000  # leaves room on the identity page for its other fields
 _HOST_LENGTH = 40  # leaves room for the rest of a job name
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -107,6 +109,31 @@ def prefers_pure_python() -> bool:
 def builds_libraries() -> bool:
     """Return whether a rank may build a library in the background; `PACELINE_BUILD=0` says no."""
     return os.environ.get("PACELINE_BUILD") != "0"
+
+
+def agent_directory() -> Path | None:
+    """Return the directory of the agent that started this rank; None for external jobs."""
+    directory = os.environ.get("PACELINE_NODE_DIRECTORY")
+    return Path(directory) if directory else None
+
+
+def enter_generation(changed: Mapping[str, str]) -> None:
+    """Make this process a rank of another generation, which starts now."""
+    global _started_ns
+    os.environ.update(changed)
+    _started_ns = time.perf_counter_ns()
+
+
+def is_restarted() -> bool:
+    """Return whether this is not the first generation of a job of `paceline run`."""
+    return _integer(os.environ, "PACELINE_GENERATION", 0) > 1
+
+
+def master() -> tuple[str, int] | None:
+    """Return where rank 0 listens; None on rank 0 itself, and where it is not known."""
+    address, port = os.environ.get("MASTER_ADDR"), _integer(os.environ, "MASTER_PORT", 0)
+    is_first = os.environ.get("RANK", "0") == "0"
+    return None if is_first or not address or not port else (address, port)
 
 
 def counts_flops() -> bool:
@@ -301,7 +328,9 @@ def clock_offset_ns() -> int:
 
 
 def process_started_ns() -> int | None:
-    """Return CLOCK_MONOTONIC at the start of this process, or None if /proc does not have it."""
+    """Return CLOCK_MONOTONIC at the start of this rank, or None if /proc does not have it."""
+    if _started_ns is not None:
+        return _started_ns
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")

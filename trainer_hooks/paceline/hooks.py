@@ -172,6 +172,7 @@ def _start(
     ending_path(ring.path).unlink(missing_ok=True)  # left by an earlier run
     _owner = get_ident()
     session = Session(Recorder(ring))
+    session.arguments = (given, topology, metadata)
     session.given = frozenset(map(str, metadata))
     session.counts_flops = counts_flops()
     session.guard(session.describe_flops, given_flops())
@@ -721,6 +722,29 @@ def acknowledge(command_id: int, status: int, step: int) -> None:
 
 
 # End
+
+
+def leave() -> Callable[[], None]:
+    """End recording in this generation. Return what begins it in the next one."""
+    session = _session
+    if session is None:
+        return _nothing
+    session.guard(session.end, Status.STARTING)
+    _stop()
+    return partial(_enter, *session.arguments)
+
+
+def _enter(
+    given: Mapping[str, int | None], topology: Topology | None, metadata: Mapping[str, str]
+) -> None:
+    """Start recording with the arguments of the script, which may be given again."""
+    try:
+        _start(None, given, topology, metadata)
+    except Exception as error:
+        _stop()
+        log_once("init", "paceline is off in this process: %s", error)
+    if _session is not None:
+        _session.is_automatic = True
 
 
 def finish() -> None:

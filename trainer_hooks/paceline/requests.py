@@ -20,6 +20,7 @@ from paceline.wrapping import replace
 
 _agreement: Agreement | None = None
 before_end: list[Callable[[], object]] = []  # called before the process group is destroyed
+at_leave: list[Callable[[], object]] = []  # called when this rank leaves its generation
 _is_unavailable = False
 
 
@@ -70,6 +71,20 @@ def close_agreement() -> None:
     if _agreement is not None:
         _agreement.close()
         _agreement = None
+
+
+def leave() -> None:
+    """Forget all that belongs to this generation. It waits for no other rank."""
+    global _driver, _script
+    for call in at_leave:
+        try:
+            call()
+        except Exception as error:
+            log_once("leave", "paceline: a generation was not left completely: %s", error)
+    at_leave.clear()
+    before_end.clear()
+    close_agreement()
+    _driver, _script = None, _Script()
 
 
 def _closing(original: object) -> object:

@@ -187,6 +187,7 @@ class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
     commanded: bool = False  # ended by a stop_generation, or after a checkpoint_and_stop
     log_tail: str = ""
     drained: bool = False  # stopped by its agent, which was shut down on request
+    renewable: bool = False  # the other ranks of its node can stay for the next generation
 
 
 class RankState(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="rank_state"):

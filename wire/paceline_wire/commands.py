@@ -51,13 +51,16 @@ class PreloadRanks(Ranks, frozen=True, kw_only=True, tag="preload_ranks"):
 class StopGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="stop_generation"):
     """Kill every rank of `job` up to and including `generation`; done when all are dead.
 
-    SIGTERM first, SIGKILL after `grace_seconds` (which also kills stopped processes).
+    SIGTERM first, SIGKILL after `grace_seconds` (which also kills stopped processes). `renew`: the
+    next generation follows, so a rank that can leave its generation without its end (ADR 19) does
+    so, and waits; one that has not left in time is killed.
     """
 
     command_id: int
     job: str
     generation: int
     grace_seconds: float = 0.0
+    renew: bool = False
 
 
 class ControlRanks(msgspec.Struct, frozen=True, kw_only=True, tag="control_ranks"):

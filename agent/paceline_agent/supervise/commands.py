@@ -120,7 +120,10 @@ class CommandRunner:
                 return await self._supervisor.start(command)
             case StopGeneration():
                 return await self._supervisor.stop(
-                    command.job, command.generation, command.grace_seconds
+                    command.job,
+                    command.generation,
+                    command.grace_seconds,
+                    renew=command.renew,
                 )
             case ControlRanks():
                 return await self._control(command)

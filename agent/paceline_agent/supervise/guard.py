@@ -16,9 +16,10 @@ watch each other:
 - Both end: the ranks die as above. Their children become the agent's, which is a subreaper too,
   kills them and starts a new guard.
 
-Messages are lines of JSON over a Unix socket. The agent sends `start`, `preload`, `signal` and
-`end`. The guard sends `started`, `failed`, `exited` (at once) and `gone` (no process of that rank
-is left); to an agent that adopts its ranks it sends `adopted` first.
+Messages are lines of JSON over a Unix socket. The agent sends `start`, `preload`, `signal`,
+`rename` (a rank has become one of the next generation) and `end`. The guard sends `started`,
+`failed`, `exited` (at once) and `gone` (no process of that rank is left); to an agent that adopts
+its ranks it sends `adopted` first.
 
 If a job sets `PACELINE_PRELOAD`, the ranks of its later generations are forked by a process that
 has already imported their modules: see fork_server.py. If that fails, they are executed like the
@@ -383,6 +384,8 @@ class Guard:
             self._start(message)
         elif message["do"] == "preload":
             self._preload(message)
+        elif message["do"] == "rename":
+            self._rename(message["key"], message["new"])
         elif message["do"] == "signal":
             for table in (self._running, self._ended):
                 for pid, start in table.items():
@@ -455,6 +458,15 @@ class Guard:
         self._running[pid] = message
         self._send(event="started", key=message["key"], pid=pid)
         self._preload(message)
+
+    def _rename(self, key: list[Any], new: list[Any]) -> None:
+        """Give a running rank another key; report its end under that one if it has ended."""
+        for pid, start in self._running.items():
+            if start["key"] == key:
+                self._running[pid] = {**start, "key": new}
+                return
+        self._send(event="exited", key=new, pid=None, exit_code=None, signal=int(signal.SIGKILL))
+        self._send(event="gone", key=new, pid=None)
 
     def _preload(self, start: dict[str, Any]) -> None:
         """Start a fork server for the next generations, if the job asks for one."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.contract import Inventory
@@ -27,17 +27,34 @@ from paceline_agent.supervise import guard
 from paceline_agent.supervise.guard_link import GuardLink
 from paceline_agent.supervise.logs import LogFile, prune_logs
 from paceline_agent.supervise.rank_user import RankUser
+from paceline_agent.supervise.renewal import Renewals
 from paceline_wire.batch import RankExited, RankStarted
 from paceline_wire.commands import PreloadRanks, Ranks, RankSpec, StartRanks
 from paceline_wire.node_directory import RINGS
+from paceline_wire.topology import Topology
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 10.0  # how long the guard may take to execute a rank
 # how long killed ranks may take; beyond that they are in an uninterruptible wait
 DEATH_SECONDS = 10.0
+# Variables of a rank that differ in the next generation.
+_PER_GENERATION = (
+    *("PACELINE_GENERATION", "MASTER_ADDR", "MASTER_PORT", "PACELINE_SAVED_STEP"),
+    "PACELINE_CHECKPOINT_DIRECTORY",
+)
 _STOPPING_CONTROLS = frozenset({"checkpoint_and_stop", "stop"})
 OWN_VARIABLES = "PACELINE_AGENT_"  # prefix of the agent's own settings, such as its token
+
+
+class _Place(NamedTuple):
+    """Where a rank runs, and what."""
+
+    spec: RankSpec
+    topology: Topology
+    argv: list[str]
+    environment: dict[str, str]
+    directory: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +64,12 @@ class _SupervisedRank:
     key: RankKey
     log: LogFile
     marks: list[str]  # NAME=value variables that identify its processes
+    # What must be the same in the next generation to keep its process; None: it is not kept.
+    place: _Place | None = None
     pid: int | None = None
     error: str | None = None
     stopping: bool = False  # a command is stopping it
+    has_left: bool = False  # its process waits for the next generation
     draining: bool = False
     control: str | None = None  # the newest command on its control page
     started: asyncio.Event = field(default_factory=asyncio.Event)  # set also when the start failed
@@ -92,6 +112,7 @@ class Supervisor:
         self._ranks: dict[RankKey, _SupervisedRank] = {}
         self._newest: dict[str, int] = {}  # by job: newest generation started here
         self._stopped: dict[str, int] = {}  # by job: generations up to this one were stopped
+        self._renewals = Renewals(directory, self._is_rank)
         self._link: GuardLink | None = None
         self._adopted: GuardLink | None = None  # None once `run` has taken it over
         self._link_ready = asyncio.Event()
@@ -127,6 +148,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Keep a guard running until cancelled."""
+        await self._renewals.start()
         while True:
             adopted, self._adopted = self._adopted, None
             link = adopted or self._new_link()
@@ -154,13 +176,16 @@ class Supervisor:
         if refusal := self._refusal(job, generation):
             return refusal
         self._newest[job] = generation
-        await self._kill_older(job, generation)
+        await self._kill_older(command)
         await self._await_guard()
         if refusal := self._refusal(job, generation):  # stopped or superseded meanwhile
             return refusal
         prune_logs(self._directory / "logs")
+        waiting = {rank.key.rank: rank for rank in self._kept(command)}
         ranks = [
-            self._start_rank(command, spec)
+            self._renew_rank(command, spec, waiting[spec.rank])
+            if spec.rank in waiting
+            else self._start_rank(command, spec)
             for spec in command.ranks
             if RankKey(job, generation, spec.rank) not in self._ranks
         ]
@@ -202,10 +227,23 @@ class Supervisor:
             return None
         return f"generation {generation} of {job} is refused: this node accepts {newest} and later"
 
-    async def stop(self, job: str, generation: int, grace_seconds: float) -> str | None:
-        """Kill all ranks of `job` up to `generation`. Return None, or which ranks are not dead."""
+    async def stop(
+        self, job: str, generation: int, grace_seconds: float, *, renew: bool = False
+    ) -> str | None:
+        """Kill all ranks of `job` up to `generation`. Return None, or which ranks are not dead.
+
+        `renew`: keep those that leave their generation, for the next one.
+        """
         self._stopped[job] = max(generation, self._stopped.get(job, -1))
-        return await self._kill(self._ranks_up_to(job, generation), grace_seconds, commanded=True)
+        ranks = self._ranks_up_to(job, generation)
+        if renew:
+            left = await self._renewals.leave([rank.pid for rank in ranks if rank.pid is not None])
+            for rank in ranks:
+                if rank.pid in left and not rank.exited:
+                    rank.has_left = rank.stopping = True
+                    self._finish_ring(rank.key)
+            ranks = [rank for rank in ranks if not rank.has_left]
+        return await self._kill(ranks, grace_seconds, commanded=True)
 
     async def stop_all(self, grace_seconds: float, *, drained: bool = False) -> str | None:
         """Kill all ranks without a command: the node is drained, or the lease has lapsed."""
@@ -239,6 +277,7 @@ class Supervisor:
 
     async def close(self) -> None:
         """End the guard, which kills the remaining ranks."""
+        await self._renewals.close()
         for link in (self._link, self._adopted):
             if link is not None:
                 await link.close()
@@ -250,17 +289,63 @@ class Supervisor:
             if key.job == job and key.generation <= generation
         ]
 
-    async def _kill_older(self, job: str, generation: int) -> None:
-        """Kill the ranks of older generations, which must not communicate with the new one."""
-        older = self._ranks_up_to(job, generation - 1)
+    async def _kill_older(self, command: StartRanks) -> None:
+        """Kill the ranks of older generations, which must not communicate with the new one.
+
+        Those that have left theirs, and have a place in the new one, stay.
+        """
+        kept = self._kept(command)
+        older = self._ranks_up_to(command.job, command.generation - 1)
+        older = [rank for rank in older if rank not in kept]
         if older:
             await self._kill(older, 0.0, commanded=True)
-        self._rings.remove_before(job, generation)
+        self._rings.remove_before(command.job, command.generation)
+
+    def _kept(self, command: StartRanks) -> list[_SupervisedRank]:
+        """Return the ranks that wait for the next generation, and have the same place in it."""
+        places = {spec.rank: _place(command, spec) for spec in command.ranks}
+        return [
+            rank
+            for rank in self._ranks_up_to(command.job, command.generation - 1)
+            if rank.has_left
+            and not rank.exited
+            and rank.place is not None
+            and rank.place == places.get(rank.key.rank)
+            and rank.pid is not None
+            and self._renewals.has_left(rank.pid)
+        ]
+
+    def _renew_rank(
+        self, command: StartRanks, spec: RankSpec, old: _SupervisedRank
+    ) -> _SupervisedRank:
+        """Make a rank that has left its generation one of the new generation."""
+        key = RankKey(command.job, command.generation, spec.rank)
+        message = self._start_message(command, spec, key)
+        rank = _SupervisedRank(key, old.log, old.marks, old.place, pid=old.pid)
+        del self._ranks[old.key]
+        self._ranks[key] = rank
+        user, pid = message["user"], old.pid
+        self._rings.supervise(key, os.geteuid() if user is None else user[0])
+        try:
+            self._send(do="rename", key=list(old.key), new=list(key))
+        except GuardLostError as error:
+            self._on_failed(rank, str(error))
+            return rank
+        assert pid is not None, "it was started"
+        environment = message["environment"]
+        changed = {name: environment[name] for name in _PER_GENERATION if name in environment}
+        self._renewals.enter(pid, changed)
+        self._on_started(rank, pid)
+        return rank
+
+    def _is_rank(self, pid: int) -> bool:
+        return any(rank.pid == pid for rank in self._ranks.values())
 
     def _start_rank(self, command: StartRanks, spec: RankSpec) -> _SupervisedRank:
         key = RankKey(command.job, command.generation, spec.rank)
         message = self._start_message(command, spec, key)
-        rank = _SupervisedRank(key, LogFile(Path(message["log"])), message["marks"])
+        log_file = LogFile(Path(message["log"]))
+        rank = _SupervisedRank(key, log_file, message["marks"], _place(command, spec))
         self._ranks[key] = rank
         user = message["user"]
         self._rings.supervise(key, os.geteuid() if user is None else user[0])
@@ -417,6 +502,11 @@ class Supervisor:
         rank.exited = True
         self._finish_ring(rank.key)
         finished_by_command = exit_code == 0 and rank.control in _STOPPING_CONTROLS
+        others = [
+            other.pid
+            for key, other in self._ranks.items()
+            if key[:2] == rank.key[:2] and other.pid is not None and not other.exited
+        ]
         exited = RankExited(
             time_ns=timeline_ns(),
             pid=rank.pid,
@@ -425,10 +515,14 @@ class Supervisor:
             commanded=rank.stopping or finished_by_command,
             drained=rank.draining,
             log_tail=rank.log.tail(),
+            renewable=self._renewals.are_resilient([rank.pid, *others]),
             **rank.key._asdict(),
         )
         log.info("rank %d of %s exited: %s/%s", rank.key.rank, rank.key.job, exit_code, number)
         self._outbox.put_events([exited])
+        if not exited.commanded and exit_code != 0:
+            # The others cannot continue without it: those that can leave need not wait for that.
+            self._renewals.order_to_leave(others)
         if number == signal.SIGKILL and not exited.commanded and self._killed is not None:
             self._killed()
 
@@ -479,6 +573,10 @@ class Supervisor:
 
 
 _MARKS = ("PACELINE_JOB", "PACELINE_GENERATION", "RANK", "PACELINE_NODE_DIRECTORY")
+
+
+def _place(command: StartRanks, spec: RankSpec) -> _Place:
+    return _Place(spec, command.topology, command.argv, command.environment, command.directory)
 
 
 async def _all_gone(ranks: Sequence[_SupervisedRank], seconds: float) -> None:

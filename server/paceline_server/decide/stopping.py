@@ -6,6 +6,8 @@ cannot reach the server for that long kills its ranks by itself.
 
 from __future__ import annotations
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
@@ -16,22 +18,35 @@ from paceline_wire.commands import Command, StopGeneration
 
 
 def request_stop(
-    draft: Draft, action: ActionView, agents: set[str], *, grace_seconds: float = 0.0
+    draft: Draft,
+    action: ActionView,
+    agents: set[str],
+    *,
+    grace_seconds: float = 0.0,
+    renew: bool = False,
 ) -> dict[str, int]:
     """Have each of `agents` kill the ranks of the current and all earlier generations.
 
-    Returns {agent_id: command_id}.
+    Args:
+        renew: keep ranks that can leave their generation, except on excluded nodes.
+
+    Returns:
+        {agent_id: command_id}.
     """
 
-    def stop(command_id: int) -> Command:
+    def stop(agent: str, command_id: int) -> Command:
         return StopGeneration(
             command_id=command_id,
             job=draft.view.job_id,
             generation=draft.generation,
             grace_seconds=grace_seconds,
+            renew=renew and agent not in action.exclude_nodes,
         )
 
-    return {agent: draft.issue(agent, action.action_id, stop) for agent in sorted(agents)}
+    return {
+        agent: draft.issue(agent, action.action_id, partial(stop, agent))
+        for agent in sorted(agents)
+    }
 
 
 def agents_of_generation(draft: Draft) -> set[str]:

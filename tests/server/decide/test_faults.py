@@ -66,6 +66,51 @@ def test_a_killed_rank_is_restarted_in_place_from_the_checkpoint(world: World) -
     assert not world.quarantined
 
 
+def renewed(world: World, generation: int) -> dict[str, bool]:
+    """Return whether each node may keep ranks of this generation for the next one."""
+    return {
+        one.agent_id: one.command.renew
+        for one in world.commands
+        if isinstance(one.command, StopGeneration) and one.command.generation == generation
+    }
+
+
+def test_after_a_crash_ranks_may_stay_in_their_processes(world: World) -> None:
+    world.crash(3)
+    world.until_running(2)
+    assert set(renewed(world, 1).values()) == {True}
+    reached = world.highest_step
+    world.until(lambda: (world.highest_step or 0) > (reached or 0) + 20)
+    world.crash(4)
+    world.until_running(3)
+    assert set(renewed(world, 2).values()) == {True}, "the last restart made progress"
+
+
+def test_ranks_of_a_lost_node_are_replaced_and_the_others_may_stay(world: World) -> None:
+    world.lose("node-1")
+    world.until_running(2)
+    flags = renewed(world, 1)
+    assert {node for node, may_stay in flags.items() if may_stay} >= {"node-0", "node-2", "node-3"}
+
+
+def test_a_crash_before_any_progress_gives_all_ranks_new_processes(world: World) -> None:
+    world.crash(3)
+    world.until(lambda: any(process.generation == 2 for process in world.processes()))
+    world.crash(4)
+    world.until_running(3)
+    assert set(renewed(world, 2).values()) == {False}
+
+
+def test_no_rank_stays_after_a_planned_restart_or_a_hang_of_unknown_cause(world: World) -> None:
+    world.tick((world.finding(),))
+    world.until_running(2)
+    assert set(renewed(world, 1).values()) == {False}
+    world.until(lambda: (world.highest_step or 0) > 120)
+    world.tick((stuck(world),))
+    world.until_running(3)
+    assert set(renewed(world, 2).values()) == {False}
+
+
 def test_a_hanging_rank_is_restarted_in_place(world: World) -> None:
     world.hang(5)
     world.until_running(2)

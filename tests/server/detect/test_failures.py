@@ -509,6 +509,21 @@ def test_a_kernel_log_that_is_no_longer_read_does_not_delay_the_report(job):
     assert [found.cause for found in tick(job, 0.3)] == ["killed by SIGKILL"]
 
 
+def test_a_killed_rank_whose_peers_wait_for_the_next_generation_is_reported_at_once(job):
+    log_is_read(job, "node-2")
+    job.exit(5, signal=9, at_ns=job.now_ns + 1000, renewable=True)
+    [found] = tick(job, 0.01)
+    assert (found.rank, found.cause) == (5, "killed by SIGKILL")
+
+
+def test_a_broken_connection_is_held_back_even_if_its_peers_wait(job):
+    job.exit(4, exit_code=1, log_tail=RESET, renewable=True)
+    assert tick(job) == []
+    job.exit(5, signal=9, renewable=True)
+    [found] = tick(job, 0.01)
+    assert found.rank == 5
+
+
 def test_an_oom_kill_that_is_reported_later_corrects_the_cause(job):
     job.exit(5, signal=9)
     [first] = tick(job)

@@ -437,9 +437,11 @@ class SimulatedJob:
         log_tail: str = "",
         at_ns: int | None = None,
         received_ns: int | None = None,
+        renewable: bool = False,
     ) -> None:
         skew_ns = self.faults.skew_ns.get(self.node(rank), 0)
         event = RankExited(
+            renewable=renewable,
             time_ns=self.now_ns + skew_ns if at_ns is None else at_ns,
             job=JOB,
             generation=self.generation,

@@ -128,6 +128,7 @@ class Checkpoints:
         )
         requests.before_end.append(self._checkpointer.wait)
         self._copies = None
+        requests.at_leave.append(self._leave)
         if memory:
             self._copies = open_copies(
                 peers, run, generation, partial(_report_no_copies, is_incident=memory is True)
@@ -293,6 +294,13 @@ class Checkpoints:
 
     def _capture_apart(self) -> CapturedState:
         return capture_apart(self._whole())
+
+    def _leave(self) -> None:
+        """End the threads; this generation ends without this process's end."""
+        self._checkpointer.abandon()
+        if self._copies is not None:
+            atexit.unregister(self._end_copies)
+            self._copies.abandon()
 
     def _end_copies(self) -> None:
         if self._copies is not None:

@@ -192,6 +192,11 @@ class Checkpointer:
         """Wait for the save in progress, if any. Return whether it was committed."""
         return self._latest is None or self._latest[1].result() is None
 
+    def abandon(self) -> None:
+        """Begin no further save. One in progress is not committed: other ranks are gone."""
+        self._broken = "the generation ended"
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def close(self) -> None:
         self.wait()
         self._thread.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from paceline_server.decide.budget import fruitless_restarts
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.nodes import quarantine, usable_nodes
 from paceline_server.decide.progress import (
@@ -22,6 +23,8 @@ from paceline_server.decide.stopping import (
 )
 from paceline_server.decide.types import ActionView
 from paceline_server.decide.wording import join_names
+from paceline_server.detect.causes.catalog import cannot_resume
+from paceline_server.detect.kinds import FAILURE
 
 _TRIES = 2
 _SPARE_SECONDS = 2.0  # for spare nodes, which usually have nothing to stop
@@ -31,9 +34,23 @@ def enter_stop(draft: Draft, action: ActionView, progress: ActionProgress, detai
     # A spare node that was silent when an earlier generation ended may still run ranks of it.
     spare = {node.agent_id for node in usable_nodes(draft, set())}
     agents = agents_of_generation(draft) | spare
-    progress = replace(progress, stop_commands=request_stop(draft, action, agents), tries=1)
+    commands = request_stop(draft, action, agents, renew=_may_renew(draft, action, progress))
+    progress = replace(progress, stop_commands=commands, tries=1)
     seconds = draft.policy.stop_timeout_seconds
     enter_phase(draft, action, progress, "stop", detail, seconds=seconds)
+
+
+def _may_renew(draft: Draft, action: ActionView, progress: ActionProgress) -> bool:
+    """Return whether ranks may stay in their processes for the next generation (ADR 19).
+
+    Only after the loss of a rank or node: another fault may be in the processes. And only if the
+    last restart made progress, so that two in a row are never of this kind.
+    """
+    if progress.planned or progress.avoid or action.incident_id is None:
+        return False
+    finding = draft.incident(action.incident_id).finding
+    is_loss = finding.kind == FAILURE.name or cannot_resume(finding.cause)
+    return is_loss and fruitless_restarts(draft.view) == 0
 
 
 def advance_stop_phase(draft: Draft, action: ActionView) -> None:

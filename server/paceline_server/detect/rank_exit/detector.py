@@ -219,6 +219,8 @@ class ExitDetector(Detector):
     def _may_still_be_explained(self, first: ReportedExit, observation: Observation) -> bool:
         """Return whether a message about the true cause may still arrive."""
         settings = self.settings
+        if _is_cause(first) and all(each.event.renewable for each in self._abnormal.values()):
+            return False  # the other ranks wait; what explains the exit may be added later
         if _is_cause(first):
             if self._awaits_kernel_log(first, observation):
                 return True

@@ -487,6 +487,7 @@ class MemoryCopies:
             return
         self.is_off = True
         self._closed.set()
+        self._tasks.put(lambda: None)  # it need not wait for its next poll
         self._worker.join(_CLOSE_SECONDS)
         self._outgoing.put(None)
         if self._server is not None:
@@ -495,6 +496,11 @@ class MemoryCopies:
             self._connection.close()
         if remove:
             self._directory.remove(self._generation)
+
+    def abandon(self) -> None:
+        """Close and keep the copies; delete the files of this process that are none."""
+        self.close(remove=False)
+        self._directory.delete_parts(self._generation, os.getpid())
 
     def close_at_end(self, *, is_complete: bool) -> None:
         """Close. Keep the copies if the training is not complete, or an error ends it."""

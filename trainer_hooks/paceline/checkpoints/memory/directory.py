@@ -79,6 +79,11 @@ class CopyDirectory:
             if not Path("/proc", pid).exists():
                 path.unlink(missing_ok=True)
 
+    def delete_parts(self, generation: int, pid: int) -> None:
+        """Delete the parts that a process wrote in a generation."""
+        for path in self.path.glob(f"g{generation:08}.r*.{pid}.*.part"):
+            path.unlink(missing_ok=True)
+
     def remove(self, generation: int) -> None:
         """Delete the files of this and older generations, and the directory with the last one."""
         self.delete(lambda name: name.generation <= generation)

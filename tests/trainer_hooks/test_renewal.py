@@ -1,0 +1,62 @@
+"""`resilient` without an agent, and which errors it takes for the loss of a peer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from paceline import renewal as module
+from paceline.renewal import is_lost_peer
+
+GLOO = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
+
+
+@pytest.fixture(autouse=True)
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_was_entered", False)
+    monkeypatch.setattr("paceline.session._logged", set())
+    monkeypatch.delenv("PACELINE_NODE_DIRECTORY", raising=False)
+
+
+def test_without_an_agent_the_function_is_only_called(caplog: pytest.LogCaptureFixture) -> None:
+    @module.resilient
+    def add(a: int, *, b: int) -> int:
+        """Add."""
+        return a + b
+
+    with caplog.at_level(logging.INFO):
+        assert (add(1, b=2), add(2, b=3)) == (3, 5)
+    assert (add.__name__, add.__doc__) == ("add", "Add.")
+    [message] = [record.message for record in caplog.records]
+    assert message.startswith("paceline.resilient: not started by `paceline run`")
+
+
+def test_with_an_agent_of_an_older_version_the_function_is_only_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PACELINE_NODE_DIRECTORY", str(tmp_path))
+
+    @module.resilient
+    def fail() -> None:
+        raise RuntimeError(GLOO)
+
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        fail()
+    assert "no link to the agent" in caplog.text
+
+
+def test_an_error_of_a_lost_peer_is_recognized_in_what_it_led_to() -> None:
+    def save() -> None:
+        try:
+            raise RuntimeError(GLOO)
+        except RuntimeError as error:
+            raise ValueError("the checkpoint is incomplete") from error
+
+    with pytest.raises(ValueError, match="incomplete") as raised:
+        save()
+    assert is_lost_peer(raised.value)
+    assert is_lost_peer(RuntimeError(GLOO))
+    assert not is_lost_peer(ValueError("batch is broken"))
+    assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
