@@ -27,7 +27,7 @@ from paceline_demo.cluster import GPUS_PER_NODE, Cluster
 
 RANKS = 8
 VICTIMS = (1, 2, 4, 6, 7)  # a node that is to blame for three is no longer used
-STEPS_BETWEEN = 100  # each 50 ms or more
+STEPS_BETWEEN = 40  # each 50 ms or more
 LONGEST_SECONDS = 120.0
 
 SCRIPT = """
