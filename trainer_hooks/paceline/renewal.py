@@ -132,7 +132,7 @@ class _Renewal:
         hooks.autostart()  # a later `paceline.init` adds its arguments
         if self._outer is None and is_restarted():
             _wait_for_store()
-        # What exists by now stays: a collection after a renewal need not see it.
+        # Objects that exist by now stay: a collection after a renewal need not see them.
         gc.freeze()
         while True:
             error: BaseException | None = None
@@ -185,7 +185,7 @@ class _AgentLink:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._thread_id = threading.get_ident()  # of the function
+        self._thread_id = threading.get_ident()  # the thread of the function
         self._lock = threading.RLock()
         self._is_inside = False
         self._entered = 0  # how often

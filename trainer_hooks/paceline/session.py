@@ -102,7 +102,7 @@ class Session:
         self.has_place = False  # the script gave this rank's coordinates
         self.marks_compute = False  # the script or a recognized schedule times its microbatches
         self.annotates = False  # the script calls `paceline.pipelining` itself
-        # Of `init`, for the next generation: coordinates, topology, metadata.
+        # Arguments of `init`, for the next generation: coordinates, topology, metadata.
         self.arguments: tuple[Mapping[str, int | None], Topology | None, Mapping[str, str]] = (
             {},
             None,

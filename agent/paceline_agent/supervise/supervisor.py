@@ -64,7 +64,7 @@ class _SupervisedRank:
     key: RankKey
     log: LogFile
     marks: list[str]  # NAME=value variables that identify its processes
-    # What must be the same in the next generation to keep its process; None: it is not kept.
+    # Its process is kept only for the same place in the next generation; None: never.
     place: _Place | None = None
     pid: int | None = None
     error: str | None = None

@@ -48,7 +48,7 @@ ALL_REDUCE = """
         dist.all_reduce(value)
         time.sleep(0.005)
 """
-# Rank 0 waits for rank 1 alone, and rank 1 waits for nobody: no connection to rank 2 breaks there.
+# Rank 0 waits for rank 1, and rank 1 waits for no other rank: no connection to rank 2 breaks there.
 WITHOUT_A_COLLECTIVE = """
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")

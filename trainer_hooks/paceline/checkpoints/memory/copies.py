@@ -498,7 +498,7 @@ class MemoryCopies:
             self._directory.remove(self._generation)
 
     def abandon(self) -> None:
-        """Close and keep the copies; delete the files of this process that are none."""
+        """Close and keep the copies; delete the incomplete files of this process."""
         self.close(remove=False)
         self._directory.delete_parts(self._generation, os.getpid())
 
