@@ -7,7 +7,6 @@ reports the reason, in its metadata.
 from __future__ import annotations
 
 import contextlib
-from functools import cache
 from typing import Any
 
 from paceline.collectives.operations import OPERATORS, read_signature
@@ -28,7 +27,6 @@ def reason_of_release(torch_version: str) -> str | None:
     return f"torch {torch_version} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
 
 
-@cache
 def reason_of_operators(torch: Any) -> str | None:
     """Return which operators of this torch are not recorded; None if all are."""
     space = torch.ops.c10d
