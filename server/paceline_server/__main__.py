@@ -22,7 +22,7 @@ from paceline_server.api import router
 from paceline_server.app import StartError, serve
 from paceline_server.decide.types import AuditEntry
 from paceline_server.detect.kinds import SEVERITIES
-from paceline_server.policy import policy_table
+from paceline_server.policy import Mode, policy_table
 from paceline_server.settings import Role, Settings
 from paceline_server.store import audit
 from paceline_server.store.database import Database, UnusableError
@@ -77,6 +77,11 @@ _ROLES = (
     "--policy",
     metavar="FILE",
     help="TOML file with the default policy of new jobs (docs/policy.md).",
+)
+@click.option(
+    "--launcher-mode",
+    type=click.Choice(get_args(Mode)),
+    help="Policy mode of jobs that Slurm started (docs/repair.md).  [default: approve]",
 )
 @click.option("--webhook-url", metavar="URL", help="Send incidents to this webhook.")
 @click.option("--action-webhook-url", metavar="URL", help="Send actions to this webhook.")

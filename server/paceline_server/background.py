@@ -13,12 +13,14 @@ from prometheus_client import CollectorRegistry
 from paceline_server.act.announce import IncidentReceiver
 from paceline_server.alerts.outbox import AlertDelivery
 from paceline_server.alerts.receivers import receivers
+from paceline_server.launchers.registry import launcher_classes
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.policy_file import load_policy
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.commit import AlertTargets
+from paceline_server.worker.launch_thread import LaunchThread
 from paceline_server.worker.tick import TickSettings
 from paceline_server.worker.worker import Worker
 
@@ -71,6 +73,14 @@ class Background:
             time.time_ns,
             is_ingest_paused,
         )
+        self._launches = LaunchThread(
+            database,
+            signals,
+            owner,
+            tick_settings.lease_ns,
+            {name: launcher() for name, launcher in launcher_classes().items()},
+            time.time_ns,
+        )
         self._outboxes = [
             AlertDelivery(database, signals, metrics, owner, target, settings, time.time_ns)
             for target in targets
@@ -79,12 +89,14 @@ class Background:
     def start(self) -> None:
         """Start all threads."""
         self._worker.start()
+        self._launches.start()
         for outbox in self._outboxes:
             outbox.start()
 
     def stop(self) -> None:
         """Finish current work, release all leases and end all threads."""
         self._worker.stop()
+        self._launches.stop()
         for outbox in self._outboxes:
             outbox.ask_to_stop()
         for outbox in self._outboxes:
@@ -93,4 +105,4 @@ class Background:
     def unready(self) -> list[str]:
         """Return the reasons why the server is not ready; empty if it is."""
         outboxes = (reason for outbox in self._outboxes for reason in outbox.unready())
-        return [*self._worker.unready(), *outboxes]
+        return [*self._worker.unready(), *self._launches.unready(), *outboxes]

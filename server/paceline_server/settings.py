@@ -17,6 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from paceline_server.detect.kinds import Severity
+from paceline_server.policy import Mode
 from paceline_server.policy_file import load_policy
 from paceline_wire.address import SERVER_PORT, is_http_address, is_local
 from paceline_wire.local_token import state_directory
@@ -69,6 +70,9 @@ class Settings(BaseSettings):
     database_timeout_seconds: float = Field(5.0, gt=0, description="Database timeout.")
 
     policy: Path | None = Field(None, description="TOML file with defaults for new jobs.")
+    launcher_mode: Mode = Field(
+        "approve", description="Policy mode of jobs that Slurm started: who decides on repairs."
+    )
 
     lease_seconds: float = Field(3.0, gt=0, description="Lease of a worker on its jobs.")
     # Shortest interval between ticks, so that a burst of batches costs one tick. It is short

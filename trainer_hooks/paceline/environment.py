@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline_wire.job_name import as_job_name
+from paceline_wire.metadata import SLURM_JOB, SLURM_NODE, SLURM_RESTARTS
 from paceline_wire.node_directory import rings_of_running_agents
 from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity, RingError, RingReader
 from paceline_wire.topology import DEFAULT_LAYOUT, Axis, Coordinates, Topology
@@ -292,8 +293,13 @@ def _script() -> dict[str, str]:
 
 
 def _launcher() -> dict[str, str]:
-    """Return the launcher as metadata, if it reports how its ranks end."""
-    return {"launcher": "torchrun"} if "TORCHELASTIC_RUN_ID" in os.environ else {}
+    """Return the launchers as metadata: torchrun reports how its ranks end, Slurm owns the job."""
+    found = {"launcher": "torchrun"} if "TORCHELASTIC_RUN_ID" in os.environ else {}
+    job, node = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURMD_NODENAME")
+    if job and node:
+        restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
+        found |= {SLURM_JOB: job, SLURM_NODE: node, SLURM_RESTARTS: restarts}
+    return found
 
 
 def _truncate_metadata(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import Decision
+from paceline_server.store import launches
 from paceline_server.store.commands import issue, withdraw
 
 
@@ -22,6 +23,8 @@ def act(session: Session, job_id: str, decision: Decision, over: bool, now_ns: i
         withdraw(session, job_id, decision.generation, now_ns)
     for issued in decision.commands:
         issue(session, job_id, issued, now_ns)
+    for request in decision.launch_requests:
+        launches.request(session, job_id, request, now_ns)
     if over:
         session.flush()
         withdraw(session, job_id, None, now_ns)

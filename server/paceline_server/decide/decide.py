@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import request_dumps, request_stacks
 from paceline_server.decide.incidents import group, resolve
+from paceline_server.decide.progress import progress_of
 from paceline_server.decide.propose import NEVER_ACTS, propose
 from paceline_server.decide.restart.advance import advance_restart
 from paceline_server.decide.restart.start import finish_start
@@ -82,7 +83,7 @@ def _end_if_finished(draft: Draft) -> None:
     ):
         return
     for action in draft.actions("proposed", "approved", "running"):
-        if action.kind in ("start", "restart") and action.generation + 1 == draft.generation:
+        if action.kind in ("start", "restart") and action.generation < draft.generation:
             finish_start(draft, action)
         else:
             draft.end_action(action, "superseded", error="The job finished first.")
@@ -94,7 +95,8 @@ def _end_if_finished(draft: Draft) -> None:
 def _end_if_superseded(draft: Draft) -> None:
     """End an external job that another run replaced, because a lost node cannot report its ranks'
     end."""
-    if draft.view.is_superseded and not draft.ended:
+    is_expected = any(progress_of(one).phase == "launch" for one in draft.actions("running"))
+    if draft.view.is_superseded and not draft.ended and not is_expected:
         for incident in draft.incidents():
             resolve(draft, incident, "Another run was started.")
         draft.change_state("failed", "Another run was started outside Paceline.")
@@ -105,7 +107,8 @@ def _end_if_vanished(draft: Draft) -> None:
     agents = {rank.agent_id for rank in draft.ranks}
     seen_ns = [node.last_seen_ns for node in draft.view.nodes if node.agent_id in agents]
     silent_ns = draft.now_ns - max(seen_ns, default=0)
-    if draft.ended or draft.policy.mode not in NEVER_ACTS or not agents or silent_ns <= _GONE_NS:
+    is_external = draft.policy.mode in NEVER_ACTS or draft.view.launch is not None
+    if draft.ended or not is_external or not agents or silent_ns <= _GONE_NS:
         return
     for incident in draft.incidents():
         resolve(draft, incident, "Its nodes are gone.")

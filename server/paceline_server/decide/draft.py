@@ -15,6 +15,7 @@ from paceline_server.decide.types import (
     IssuedCommand,
     JobState,
     JobView,
+    LaunchRequest,
     RankView,
     Restarted,
 )
@@ -55,6 +56,7 @@ class Draft:
         self._incidents = {incident.incident_id: incident for incident in view.incidents}
         self._actions = {action.action_id: action for action in view.actions}
         self._commands: list[IssuedCommand] = []
+        self._launch_requests: list[LaunchRequest] = []
         self._audit: list[AuditEntry] = []
 
     @property
@@ -100,6 +102,10 @@ class Draft:
         )
         return command_id
 
+    def request_launch(self, request: LaunchRequest) -> None:
+        """Ask the launcher that owns the job, once the request is committed."""
+        self._launch_requests.append(request)
+
     def audit(self, actor: str, verb: str, subject: str, detail: str = "") -> None:
         self._audit.append(AuditEntry(actor=actor, verb=verb, subject=subject, detail=detail))
 
@@ -121,6 +127,7 @@ class Draft:
             incidents=[new for id_, new in self._incidents.items() if incidents.get(id_) != new],
             actions=[new for id_, new in self._actions.items() if actions.get(id_) != new],
             commands=self._commands,
+            launch_requests=self._launch_requests,
             quarantine=self.quarantine,
             restarted=self.restarted,
             experience=self.experience if self.experience != view.experience else None,

@@ -10,7 +10,7 @@ from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import ActionView, JobState, Phase
 from paceline_server.decide.wording import join_names
 
-PhaseName = Literal["checkpoint", "cancel", "wait", "stop", "place", "start", "observe"]
+PhaseName = Literal["checkpoint", "cancel", "wait", "stop", "place", "launch", "start", "observe"]
 
 
 class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +27,7 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     kept_ratio: float = 1.0  # planned: ranks of the next generation over those of this one
     held: bool = False  # proposed only because its gain is smaller than its cost: begun later
     remark: str = ""  # sentences that follow the price in the reason of a proposal
+    launch_remark: str = ""  # external job: why its launcher cannot restart it now
     node: str | None = None  # the node to blame
     ends_as: JobState | None = None  # final job state of a `stop` action
     target_step: int | None = None
@@ -43,6 +44,7 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_commands: dict[str, int] = {}
     cancel_commands: dict[str, int] = {}
     trouble: str = ""  # why the checkpoint was called off
+    is_launch_requested: bool = False  # external job: its launcher was asked for the restart
     stop_commands: dict[str, int] = {}
     start_commands: dict[str, int] = {}
 

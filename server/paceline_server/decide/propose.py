@@ -26,6 +26,11 @@ from paceline_server.decide.remedies import (
     urgency,
 )
 from paceline_server.decide.restart.advance import begin_restart, begin_start
+from paceline_server.decide.restart.launch import (
+    end_as_over,
+    launch_result,
+    request_launch,
+)
 from paceline_server.decide.stop_job import begin_stop
 from paceline_server.decide.types import ActionState, ActionView, IncidentView
 from paceline_server.decide.worth import worth_of, worth_text
@@ -41,6 +46,7 @@ _MAY_NOT_RESUME = (
     "A person has to approve it, because the script is not known to resume from its checkpoints "
     "(policy `resumes`)."
 )
+_ASKS_LAUNCHER = "It is carried out once its launcher has confirmed that the job gets nodes."
 _NOT_WORTH_IT = (
     "It is carried out once its gain exceeds its cost, or if a person approves it before."
 )
@@ -101,6 +107,8 @@ def _update_proposals(draft: Draft) -> None:
     """Bring the reasons and figures of open proposals up to date; begin those now worth it."""
     findings = {incident.incident_id: incident.finding for incident in draft.incidents()}
     for action in draft.actions("proposed"):
+        if _is_moot(draft, action):
+            continue
         finding, progress = findings.get(action.incident_id or ""), progress_of(action)
         is_outdated = (
             finding is not None
@@ -109,6 +117,9 @@ def _update_proposals(draft: Draft) -> None:
         )
         if is_outdated and finding is not None:
             progress = replace(progress, why=current_reason(draft, finding))
+        if (remark := _launch_remark(draft, action)) != progress.launch_remark:
+            progress = replace(progress, launch_remark=remark)
+            is_outdated = True
         updated = _with_figures(draft, action, progress)
         if _is_due(draft, updated):
             begun = replace(progress, held=False, remark="")
@@ -119,10 +130,32 @@ def _update_proposals(draft: Draft) -> None:
             draft.put_action(updated)
 
 
+def _is_moot(draft: Draft, action: ActionView) -> bool:
+    """End a proposal if its launcher has ended the job, or cannot restart one that is dead."""
+    if draft.view.launch is None:
+        return False
+    result = launch_result(draft, action, "check")
+    if result.state == "over":
+        end_as_over(draft, action, result.detail)
+    elif result.state == "failed" and not is_progressing(draft):
+        draft.end_action(action, "failed", error=result.detail)
+    return draft.ended or action not in draft.actions("proposed")
+
+
+def _launch_remark(draft: Draft, action: ActionView) -> str:
+    """Return why the launcher cannot restart the job now; empty if it can."""
+    result = launch_result(draft, action, "check")
+    return "" if result.state == "done" else result.detail
+
+
 def _is_due(draft: Draft, action: ActionView) -> bool:
     """Return whether a restart that waited until it is worth its cost can begin."""
     progress, worth = progress_of(action), action.worth
-    if not progress.held or worth is None or not worth.is_positive or action.incident_id is None:
+    is_launched = draft.view.launch is not None
+    is_worth_it = is_launched if worth is None else worth.is_positive
+    if not progress.held or not is_worth_it or action.incident_id is None:
+        return False
+    if is_launched and launch_result(draft, action, "check").state != "done":
         return False
     if draft.policy.mode != "auto" or _running(draft) is not None or not is_progressing(draft):
         return False
@@ -156,6 +189,7 @@ def _with_figures(draft: Draft, action: ActionView, progress: ActionProgress) ->
         price_text(price, draft.view, progress),
         "" if worth is None else worth_text(worth),
         progress.remark,
+        progress.launch_remark,
     )
     return replace(
         action,
@@ -171,14 +205,27 @@ def _run_approved(draft: Draft) -> None:
     for action in draft.actions("approved"):
         if _running(draft) is not None:
             draft.end_action(action, "superseded", error="Another action was already running.")
+        elif (obstacle := _obstacle_of_launcher(draft, action)) is not None:
+            if obstacle:
+                draft.end_action(action, "failed", error=obstacle)
         elif is_progressing(draft) or not progress_of(action).planned:
             begin_restart(draft, action)
+
+
+def _obstacle_of_launcher(draft: Draft, action: ActionView) -> str | None:
+    """Return why the job's launcher cannot restart it, empty until it is known; None: it can."""
+    if draft.view.launch is None:
+        return None
+    result = launch_result(draft, action, "check")
+    if result.state == "done":
+        return None
+    return "" if result.state == "waiting" else result.detail
 
 
 def _restart_after_failed_start(draft: Draft) -> None:
     """Restart a generation that did not start, as the budget allows."""
     for failed in draft.actions("failed"):
-        started = failed.generation + 1 == draft.generation
+        started = failed.generation < draft.generation
         if started and failed.finished_ns == draft.now_ns and failed.kind in ("start", "restart"):
             incident = _incident_of(draft, failed)
             why = failed.error or failed.reason
@@ -260,10 +307,17 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         remark = f"{progress.remark} Mode auto would not restart: {refusal}.".strip()
         progress = replace(progress, remark=remark)
     action = _with_figures(draft, _record(draft, incident, remedy, "proposed", reason), progress)
-    if draft.policy.mode != "auto" or not is_free:
+    acts = draft.policy.mode == "auto" and is_free
+    asks = draft.view.launch is not None and (remedy.planned or not acts)
+    if asks:
+        request_launch(draft, action, "check")
+    if not acts:
         draft.put_action(action)
     elif remedy.planned and action.worth is not None and not action.worth.is_positive:
         held = replace(progress, held=True, remark=_NOT_WORTH_IT)
+        draft.put_action(_with_figures(draft, action, held))
+    elif asks:
+        held = replace(progress, held=True, remark=_ASKS_LAUNCHER)
         draft.put_action(_with_figures(draft, action, held))
     else:
         begin_restart(draft, replace(action, reason=reason))
@@ -282,7 +336,9 @@ def _propose_what_was_called_off(draft: Draft) -> None:
         again = replace(_first_progress(remedy), remark=remark)
         reason = restart_reason(again, remedy.exclude)
         proposed = _record(draft, _incident_of(draft, action), remedy, "proposed", reason)
-        draft.put_action(_with_figures(draft, proposed, again))
+        proposed = draft.put_action(_with_figures(draft, proposed, again))
+        if draft.view.launch is not None:
+            request_launch(draft, proposed, "check")
 
 
 def _refuse(draft: Draft, incident: IncidentView | None, remedy: Remedy, refusal: str) -> None:

@@ -152,7 +152,12 @@ def _persists(draft: Draft, finding: Finding) -> bool:
 
 
 def _share_kept(draft: Draft, without: str) -> float | None:
-    """Return the ranks of a generation without this node over those of now; None: no place."""
+    """Return the ranks of a generation without this node over those of now; None: no place.
+
+    A launcher knows its own spare nodes, and is asked for them before a restart begins.
+    """
+    if draft.view.launch is not None:
+        return 1.0
     layout = place(draft.view.spec.topology, usable_nodes(draft, {without}), draft.ranks)
     return None if layout is None else layout.topology.world_size / draft.topology.world_size
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from paceline_server.detect.finding import Finding
+from paceline_server.engine.types import Launch
 from paceline_wire.commands import Command
 from paceline_wire.topology import Topology
 
@@ -116,7 +117,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
 class Phase(msgspec.Struct, frozen=True):
     """One phase of an action."""
 
-    name: str  # "checkpoint", "wait", "stop", "start", "observe", "done", ...
+    name: str  # "checkpoint", "wait", "stop", "launch", "start", "observe", "done", ...
     started_ns: int
     detail: str = ""
 
@@ -210,6 +211,9 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float | None = None  # median of the recent steps
     stop_requested: bool = False
     is_superseded: bool = False  # another run of this job was started without Paceline
+    launch: Launch | None = None  # the launcher that owns the job and can restart it
+    # Results of requests to the launcher, of unfinished actions: (action id, kind) -> result.
+    launch_results: dict[tuple[str, LaunchKind], LaunchResult] = {}
     # When the end of the last rank was received; None: some ranks still run.
     ended_received_ns: int | None = None
 
@@ -234,6 +238,38 @@ class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):
     command: Command
 
 
+LaunchKind = Literal["check", "restart"]
+LaunchState = Literal[
+    "waiting",
+    "done",  # check: a restart is possible; restart: the job runs again
+    "failed",
+    "over",  # there is nothing to restart: a person ended the job
+]
+
+
+class LaunchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to the launcher that owns a job: the intent of an action.
+
+    It is committed before the launcher is asked for anything. `check` only asks whether a restart
+    is possible; `restart` ends the job's current run and begins the next one on other nodes than
+    those of `exclude`, once, and only if the launcher has not restarted the job since.
+    """
+
+    action_id: str
+    kind: LaunchKind
+    launch: Launch  # at the time of the decision
+    exclude: list[str] = []  # nodes, as the launcher names them
+    is_training: bool = False  # check: it may only be restarted if it would get nodes at once
+    reason: str  # shown where the launcher records reasons
+
+
+class LaunchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a request: how far it got, and what it waits for or why it failed."""
+
+    state: LaunchState = "waiting"
+    detail: str = ""
+
+
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     actor: str  # "policy", "detector:hang", a token's name, ...
     verb: str  # "opened", "proposed", "approved", "started generation 2", ...
@@ -251,6 +287,7 @@ class Decision(msgspec.Struct, kw_only=True):
     incidents: list[IncidentView] = []
     actions: list[ActionView] = []
     commands: list[IssuedCommand] = []
+    launch_requests: list[LaunchRequest] = []
     quarantine: dict[str, str] = {}  # agent_id -> reason
     restarted: Restarted | None = None
     experience: Experience | None = None

@@ -9,6 +9,15 @@ from paceline_server.steps.types import Ledger, StepSummary
 from paceline_wire.topology import Topology
 
 
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The launcher that owns an external job, with its own names of the job and the nodes."""
+
+    launcher: str  # "slurm"
+    job: str
+    restarts: int  # how often the launcher had restarted the job before these ranks started
+    nodes: dict[str, str]  # agent_id -> node
+
+
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how one generation runs; passed to `Engine.place` at its start."""
 
@@ -22,6 +31,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     started_ns: int  # CLOCK_REALTIME
     was_found: bool = False  # external job: found running at `started_ns`
     resume_step: int | None = None  # first step of this generation, if known
+    launch: Launch | None = None  # external job whose launcher is known
     # by rank: the generation that it reports, if it differs from `generation`
     reported_generations: dict[int, int] = msgspec.field(default_factory=dict, name="said")
 

@@ -43,6 +43,17 @@ def acquire(session: Session, name: str, owner: str, now_ns: int, lease_ns: int)
     )
 
 
+def lease_name(job_id: str) -> str:
+    """Return the name of the lease of a job."""
+    return f"job:{job_id}"
+
+
+def seize(session: Session, name: str) -> None:
+    """Expire the lease under a new epoch, so that its owner writes nothing more with it."""
+    values = {"owner": "", "epoch": LeaseRow.epoch + 1, "expires_ns": 0}
+    session.execute(update(LeaseRow).where(LeaseRow.name == name).values(values))
+
+
 def renew(session: Session, name: str, owner: str, epoch: int, expires_ns: int) -> bool:
     """Renew the lease. Return False if another owner holds it."""
     renewed = session.scalar(

@@ -30,6 +30,8 @@ from paceline_server.decide.types import (
     Experience,
     IncidentView,
     JobSpec,
+    LaunchRequest,
+    LaunchResult,
     Restarted,
 )
 from paceline_server.engine.types import Placement
@@ -405,6 +407,22 @@ class AcknowledgementRow(Base):
     generation: Mapped[int]
     status: Mapped[str] = mapped_column(String(16))
     step: Mapped[int]
+
+
+class LaunchRow(Base):
+    """A request to the launcher that owns a job. The launch thread writes all but the request."""
+
+    __tablename__ = "launches"
+    __table_args__ = (Index(None, "job_id"), Index(None, "finished_ns"))
+
+    action_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)  # of `LaunchKind`
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    created_ns: Mapped[int]
+    request: Mapped[LaunchRequest] = mapped_column(StructColumn(LaunchRequest))
+    result: Mapped[LaunchResult] = mapped_column(StructColumn(LaunchResult))
+    next_ns: Mapped[int]  # when the launcher is asked next
+    finished_ns: Mapped[int | None]
 
 
 class OutboxRow(Base):

@@ -83,6 +83,7 @@ class Commit:
             or decision.incidents
             or decision.actions
             or decision.commands
+            or decision.launch_requests
             or decision.quarantine
             or decision.restarted
             or decision.audit

@@ -61,6 +61,8 @@ def _view(
         step_seconds=columns.step_seconds,
         stop_requested=snapshot.stop_requested,
         is_superseded=snapshot.is_superseded,
+        launch=snapshot.launch,
+        launch_results=dict(snapshot.launch_results),
         ended_received_ns=outcome.ended_received_ns,
     )
 

@@ -1,6 +1,7 @@
 """Jobs that were started without Paceline; adopted once all ranks of a generation are found.
 
 They are observed like all others, in mode `observe`: Paceline reports problems and repairs nothing.
+Those of a launcher that Paceline can ask (`launchers/`) have the server's `launcher_mode` instead.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ import logging
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
-from sqlalchemy import delete, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.act.announce import IncidentReceiver
-from paceline_server.decide.types import AuditEntry, JobSpec, RankView
+from paceline_server.decide.progress import progress_of
+from paceline_server.decide.types import ActionView, AuditEntry, JobSpec, RankView, Restarted
 from paceline_server.engine.reported_topology import topology_of
-from paceline_server.engine.types import Placement
-from paceline_server.policy import Policy
+from paceline_server.engine.types import Launch, Placement
+from paceline_server.launchers.registry import recognize
+from paceline_server.policy import Mode, Policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store import attachments, audit, queries
 from paceline_server.store.attachments import PendingRun
 from paceline_server.store.changes import record_change
 from paceline_server.store.database import UNAVAILABLE, Database
+from paceline_server.store.leases import lease_name, seize
 from paceline_server.store.log import FINISHED, position_at
 from paceline_server.store.models import (
+    ActionRow,
     AttachmentRow,
     EngineMemoryRow,
     GenerationRow,
@@ -52,27 +57,29 @@ class ExternalJobs:
         self,
         database: Database,
         policy: Policy,
+        launcher_mode: Mode,
         receivers: tuple[IncidentReceiver, ...],
         now_ns: Callable[[], int],
     ) -> None:
-        """`receivers`: those that get incidents."""
+        """`launcher_mode`: of jobs whose launcher is known. `receivers`: those of incidents."""
         self._database = database
         self._receivers = receivers
-        self._policy = replace(policy, mode="observe")
+        self._policy = policy
+        self._launcher_mode = launcher_mode
         self._now_ns = now_ns
         self._logged: set[tuple[str, int, int]] = set()
         self._refused: set[PendingRun] = set()
 
-    def take_up(self) -> bool:
-        """Create the jobs whose ranks were all found; return whether there were any."""
+    def take_up(self) -> set[str]:
+        """Create the jobs whose ranks were all found, and return their ids."""
         with self._database.read() as session:
             runs = attachments.pending_runs(session)
-        taken_up = False
+        taken_up = set()
         for run in runs:
             if not run.is_complete:
                 self._log_missing_ranks(run)
-            elif run not in self._refused:
-                taken_up |= self._try_to_take_up(run)
+            elif run not in self._refused and self._try_to_take_up(run):
+                taken_up.add(run.job_id)
         return taken_up
 
     def _try_to_take_up(self, run: PendingRun) -> bool:
@@ -92,15 +99,21 @@ class ExternalJobs:
             is_old = job is not None and (
                 not job.watched or not attachments.is_newer_run(session, job, run)
             )
+            action = None
             if job is not None and job.state not in FINISHED and not is_old:
-                return False  # the worker that owns the job ends it first
+                action = _relaunching(session, job)
+                if action is None:
+                    return False  # the worker that owns the job ends it first
             ranks = attachments.claim(session, run)
             if is_old or len(ranks) != run.world_size:
                 return False
             now_ns = self._now_ns()
-            if job is not None:
+            if job is not None and action is None:
                 _resolve_incidents(session, job, self._receivers, now_ns)
-            generation = _begin(session, job, ranks, self._policy, now_ns)
+            launch = _launch(ranks)
+            mode = "observe" if launch is None else self._launcher_mode
+            policy = replace(self._policy, mode=mode)
+            generation = _begin(session, job, ranks, policy, launch, action, now_ns)
         _log.info("external job %s was found running in generation %d", run.job_id, generation)
         return True
 
@@ -119,14 +132,38 @@ class ExternalJobs:
         )
 
 
+def _relaunching(session: Session, job: JobRow) -> ActionView | None:
+    """Return the action that has the job restarted by its launcher, if one runs."""
+    running = select(ActionRow.view).where(ActionRow.job_id == job.id, ActionRow.state == "running")
+    actions = session.scalars(running)
+    return next((one for one in actions if progress_of(one).phase == "launch"), None)
+
+
+def _launch(ranks: Sequence[AttachmentRow]) -> Launch | None:
+    """Return the launcher that owns the job, as its ranks report it."""
+    return recognize({each.agent_id: each.identity.metadata for each in ranks})
+
+
 def _begin(
     session: Session,
     job: JobRow | None,
     ranks: Sequence[AttachmentRow],
     policy: Policy,
+    launch: Launch | None,
+    action: ActionView | None,
     now_ns: int,
 ) -> int:
-    """Write the job and its generation; return the generation's number."""
+    """Write the job and its generation; return the generation's number.
+
+    Args:
+        session: of the transaction.
+        job: its row; None: there is none yet.
+        ranks: of the generation, in order.
+        policy: of a new job.
+        launch: the launcher that owns the job, if it is known.
+        action: the running action that had the job restarted, if there is one.
+        now_ns: CLOCK_REALTIME.
+    """
     identity = ranks[0].identity
     places = {attachment.rank: attachment.identity.coordinates for attachment in ranks}
     topology = topology_of(identity.topology, places) or identity.topology
@@ -142,6 +179,7 @@ def _begin(
         metadata=identity.metadata,
         started_ns=min(attachment.received_ns for attachment in ranks),
         was_found=True,
+        launch=launch,
         reported_generations={
             attachment.rank: attachment.generation
             for attachment in ranks
@@ -168,7 +206,8 @@ def _begin(
         _clear(session, job.id, generation)
         verb = f"found running in generation {generation}"
     job.name, job.spec, job.topology, job.generation = name, spec, topology, generation
-    job.state, job.finished_ns, job.ticked_ns, job.cursor = "running", None, None, cursor
+    job.state = "running" if action is None else "recovering"
+    job.finished_ns, job.ticked_ns, job.cursor = None, None, cursor
     session.add(job)
     session.flush()
     session.add(
@@ -177,11 +216,15 @@ def _begin(
             generation=job.generation,
             cursor=cursor,
             placement=placement,
-            restarted=None,
+            restarted=None if action is None else _restarted(job, action, now_ns),
         )
     )
     session.add_all(new_rank_rows(job.id, job.generation, views))
     agents = sorted(set(placement.nodes.values()))
+    if action is not None:
+        seize(session, lease_name(job.id))  # its owner loads what is written here
+        left = update(NodeRow).where(NodeRow.job_id == job.id, NodeRow.agent_id.not_in(agents))
+        session.execute(left.values(job_id=None))
     # A node that also runs ranks of another job stays assigned to that job.
     free = update(NodeRow).where(NodeRow.agent_id.in_(agents), NodeRow.job_id.is_(None))
     session.execute(free.values(job_id=job.id))
@@ -192,6 +235,15 @@ def _begin(
     for agent_id in agents:
         record_change(session, None, "node", agent_id)
     return generation
+
+
+def _restarted(job: JobRow, action: ActionView, now_ns: int) -> Restarted:
+    return Restarted(
+        generation=job.generation,
+        at_ns=now_ns,
+        highest_step=job.highest_step,
+        node=progress_of(action).node,
+    )
 
 
 def _resolve_incidents(

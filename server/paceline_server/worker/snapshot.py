@@ -18,12 +18,15 @@ from paceline_server.decide.types import (
     IncidentView,
     JobSpec,
     JobState,
+    LaunchKind,
+    LaunchResult,
     NodeView,
     Restarted,
 )
+from paceline_server.engine.types import Launch
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
-from paceline_server.store import attachments, models
+from paceline_server.store import attachments, launches, models
 from paceline_server.store.log import read_log_part
 from paceline_server.store.queries import failure_history
 from paceline_server.worker.acknowledgements import genuine_acknowledgements
@@ -86,6 +89,8 @@ class Snapshot:
     command_results: Mapping[int, bool]
     command_errors: Mapping[int, str]  # why those that failed did
     fleet: FailureHistory | None  # None: not read in this tick
+    launch: Launch | None  # the launcher that owns an external job
+    launch_results: Mapping[tuple[str, LaunchKind], LaunchResult]
 
 
 def load_snapshot(
@@ -138,7 +143,17 @@ def load_snapshot(
         command_results=results,
         command_errors=errors,
         fleet=None if fleet_since_ns is None else failure_history(session, fleet_since_ns),
+        launch=_launch(session, job),
+        launch_results=launches.results(session, action_ids) if job.watched else {},
     )
+
+
+def _launch(session: Session, job: models.JobRow) -> Launch | None:
+    """Return the launcher that the server repairs the job through; None if it only observes it."""
+    if not job.watched or job.policy.mode == "observe":
+        return None
+    generation = session.get(models.GenerationRow, (job.id, job.generation))
+    return None if generation is None else generation.placement.launch
 
 
 def _columns(job: models.JobRow) -> JobColumns:

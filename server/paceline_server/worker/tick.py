@@ -21,7 +21,7 @@ from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store import queries
 from paceline_server.store.commands import reserve_command_ids
 from paceline_server.store.database import Database
-from paceline_server.store.leases import fence, release
+from paceline_server.store.leases import fence, lease_name, release
 from paceline_server.store.log import FINISHED
 from paceline_server.worker.commit import AlertTargets, Commit, write_commit
 from paceline_server.worker.decide import decide, decided_columns, is_ending_generation
@@ -68,10 +68,6 @@ class TickResult:
     wrote: bool  # whether there are changes for clients to read
     commanded: bool  # whether there are commands for agents
     behind: bool  # whether the log has more than was read
-
-
-def lease_name(job_id: str) -> str:
-    return f"job:{job_id}"
 
 
 class JobWorker:

@@ -17,12 +17,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from paceline_server.act.announce import prune_outbox
 from paceline_server.metrics import BackgroundMetrics
-from paceline_server.policy import Policy
+from paceline_server.policy import Mode, Policy
 from paceline_server.store import attachments
 from paceline_server.store.changes import prune_changes
 from paceline_server.store.commands import prune_commands
 from paceline_server.store.database import UNAVAILABLE, Database
-from paceline_server.store.leases import LeaseLostError, acquire, holding, is_held
+from paceline_server.store.leases import LeaseLostError, acquire, holding, is_held, lease_name
 from paceline_server.store.log import FINISHED, LogSizes, drop_log, newest_to_drop
 from paceline_server.store.models import JobRow
 from paceline_server.store.shares import prune_steps
@@ -30,7 +30,7 @@ from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.commit import ConflictError
 from paceline_server.worker.external_jobs import ExternalJobs
 from paceline_server.worker.lease_keeper import LeaseKeeper
-from paceline_server.worker.tick import JobLease, JobWorker, TickSettings, lease_name
+from paceline_server.worker.tick import JobLease, JobWorker, TickSettings
 
 _log = logging.getLogger(__name__)
 _PRUNE_NS = 10_000_000_000
@@ -69,6 +69,8 @@ class WorkerSettings(Protocol):
     def outbox_retention_seconds(self) -> float: ...
     @property
     def command_retention_seconds(self) -> float: ...
+    @property
+    def launcher_mode(self) -> Mode: ...
 
 
 class Worker:
@@ -100,7 +102,11 @@ class Worker:
         self._is_ingest_paused = is_ingest_paused
         self._leases = LeaseKeeper(database, owner, tick_settings.lease_ns, now_ns)
         self._external_jobs = ExternalJobs(
-            database, policy, tick_settings.alert_targets.incidents, now_ns
+            database,
+            policy,
+            settings.launcher_mode,
+            tick_settings.alert_targets.incidents,
+            now_ns,
         )
         self._jobs: dict[str, JobWorker] = {}
         self._not_before_ns: dict[str, int] = {}
@@ -155,7 +161,9 @@ class Worker:
         """
         try:
             self._prune()
-            if self._external_jobs.take_up():
+            if taken_up := self._external_jobs.take_up():
+                for job_id in taken_up & self._jobs.keys():
+                    self._forget(job_id)  # its rows are those of the next generation
                 self._signals.changes.notify()
             jobs = self._unfinished()
         except SQLAlchemyError as error:  # unreachable, or its tables or permissions are missing
@@ -237,6 +245,10 @@ class Worker:
         job = self._jobs.pop(job_id, None)
         if job is not None and reason != "LeaseLostError":
             self._release_lease(job)
+
+    def _forget(self, job_id: str) -> None:
+        self._leases.drop(lease_name(job_id))
+        del self._jobs[job_id]
 
     def _release(self, job_id: str) -> None:
         self._leases.drop(lease_name(job_id))

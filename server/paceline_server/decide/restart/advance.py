@@ -3,6 +3,7 @@
     checkpoint -> stop -> place -> start -> observe -> done
         |-> cancel -> (called off)
     wait -> stop -> ...
+    stop, place, start of a job that a launcher owns -> launch
 
 A planned restart begins with a checkpoint that all ranks write at one agreed step. If that fails
 while the job makes progress, the restart is called off and proposed to a person: training is never
@@ -29,6 +30,7 @@ from paceline_server.decide.restart.checkpoint import (
     advance_checkpoint,
     enter_checkpoint,
 )
+from paceline_server.decide.restart.launch import advance_launch
 from paceline_server.decide.restart.place import advance_place
 from paceline_server.decide.restart.start import (
     advance_observe,
@@ -82,8 +84,11 @@ def begin_start(draft: Draft, layout: RankLayout) -> None:
 def advance_restart(draft: Draft, action: ActionView) -> None:
     """Advance the action with the results that arrived since the last tick."""
     phase = progress_of(action).phase
-    has_started = phase in ("start", "observe")
-    if draft.generation != action.generation + has_started:
+    grown, has_started = draft.generation - action.generation, phase in ("start", "observe")
+    # A launcher numbers generations itself, and the next one may be found before or after it shows
+    # its effect.
+    is_launch = phase == "launch" or (has_started and draft.view.launch is not None)
+    if grown < has_started if is_launch else grown != has_started:
         draft.end_action(action, "superseded", error="The job is at another generation already.")
         return
     _PHASES[phase or "stop"](draft, action)
@@ -95,6 +100,7 @@ _PHASES: dict[PhaseName, Callable[[Draft, ActionView], None]] = {
     "wait": advance_wait,
     "stop": advance_stop_phase,
     "place": advance_place,
+    "launch": advance_launch,
     "start": advance_start,
     "observe": advance_observe,
 }

@@ -38,9 +38,7 @@ def advance_place(draft: Draft, action: ActionView) -> None:
     """Start the next generation once enough nodes are ready and the backoff is over."""
     progress = progress_of(action)
     if draft.now_ns < not_before_ns(draft.view, draft.policy):
-        count = fruitless_restarts(draft.view)
-        restarts = "the last restart" if count == 1 else f"the last {count} restarts"
-        update_detail(draft, action, f"Backing off: {restarts} made no progress.")
+        update_detail(draft, action, backoff_text(draft))
         return
     without = excluded_nodes(draft, action)
     unsure = unconfirmed(draft, progress.stop_commands)
@@ -74,6 +72,13 @@ def advance_place(draft: Draft, action: ActionView) -> None:
     )
     progress = replace(progress, highest_step=draft.view.highest_step)
     start_generation(draft, action, progress, layout)
+
+
+def backoff_text(draft: Draft) -> str:
+    """Return why the next generation does not start yet."""
+    count = fruitless_restarts(draft.view)
+    restarts = "the last restart" if count == 1 else f"the last {count} restarts"
+    return f"Backing off: {restarts} made no progress."
 
 
 def _choices(

@@ -23,7 +23,9 @@ from paceline_server.decide.wording import exit_text, join_names, join_numbers
 from paceline_wire.commands import Command, PreloadRanks, RankSpec, StartRanks
 
 _ERROR_CHARACTERS = 300
-_PAUSES = ("stop", "start", "observe")  # phases without training, besides the wait for nodes
+OBSERVES = "All ranks are started; waiting for each to finish a step."
+# Phases without training, besides the wait for nodes.
+_PAUSES = ("stop", "launch", "start", "observe")
 
 
 def start_generation(
@@ -100,9 +102,9 @@ def advance_start(draft: Draft, action: ActionView) -> None:
     answered = all(results.get(command_id) for command_id in progress.start_commands.values())
     if not answered and any(rank.step is None for rank in draft.ranks):
         return
-    detail = "All ranks are started; waiting for each to finish a step."
     seconds = draft.policy.start_timeout_seconds
-    advance_observe(draft, enter_phase(draft, action, progress, "observe", detail, seconds=seconds))
+    observed = enter_phase(draft, action, progress, "observe", OBSERVES, seconds=seconds)
+    advance_observe(draft, observed)
 
 
 def advance_observe(draft: Draft, action: ActionView) -> None:
@@ -200,6 +202,12 @@ def _fail_on_trouble(draft: Draft, action: ActionView) -> bool:
     if trouble is None:
         return False
     action = set_progress(draft, action, replace(progress_of(action), node=node))
+    fail_start(draft, action, trouble)
+    return True
+
+
+def fail_start(draft: Draft, action: ActionView, trouble: str) -> None:
+    """End the action: it led to no training generation."""
     draft.end_action(action, "failed", error=trouble)
     shown = draft.experience
     draft.experience = replace(
@@ -208,7 +216,6 @@ def _fail_on_trouble(draft: Draft, action: ActionView) -> bool:
     for incident in draft.incidents():
         if incident.state == "mitigating" and action.action_id in incident.action_ids:
             draft.put_incident(replace(incident, state="open"))
-    return True
 
 
 def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, str | None]:

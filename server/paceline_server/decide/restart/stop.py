@@ -14,6 +14,7 @@ from paceline_server.decide.progress import (
     set_progress,
     update_detail,
 )
+from paceline_server.decide.restart.launch import enter_launch
 from paceline_server.decide.restart.place import add_lost_nodes, enter_place
 from paceline_server.decide.stopping import (
     agents_of_generation,
@@ -31,6 +32,9 @@ _SPARE_SECONDS = 2.0  # for spare nodes, which usually have nothing to stop
 
 
 def enter_stop(draft: Draft, action: ActionView, progress: ActionProgress, detail: str) -> None:
+    if draft.view.launch is not None:
+        enter_launch(draft, action, progress, detail)
+        return
     # A spare node that was silent when an earlier generation ended may still run ranks of it.
     spare = {node.agent_id for node in usable_nodes(draft, set())}
     agents = agents_of_generation(draft) | spare

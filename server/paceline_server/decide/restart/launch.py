@@ -1,0 +1,98 @@
+"""Phase `launch` of a restart: the launcher that owns an external job restarts it.
+
+It replaces `stop`, `place` and `start` of Paceline's own jobs. The request is committed with the
+action, and carried out by the launcher's backend exactly once (docs/adr/0018). The phase ends when
+the launcher shows the effect and all ranks of the next generation were found running.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from paceline_server.decide.budget import not_before_ns
+from paceline_server.decide.draft import NANOSECONDS, Draft
+from paceline_server.decide.incidents import resolve
+from paceline_server.decide.nodes import is_progressing, quarantine
+from paceline_server.decide.progress import (
+    ActionProgress,
+    enter_phase,
+    progress_of,
+    set_progress,
+    update_detail,
+)
+from paceline_server.decide.restart.place import backoff_text, excluded_nodes
+from paceline_server.decide.restart.start import OBSERVES, fail_start
+from paceline_server.decide.types import ActionView, LaunchKind, LaunchRequest, LaunchResult
+
+
+def request_launch(draft: Draft, action: ActionView, kind: LaunchKind) -> None:
+    """Ask the launcher for a restart, or whether one is possible."""
+    launch = draft.view.launch
+    assert launch is not None, "only a job that a launcher owns has this phase"
+    excluded = excluded_nodes(draft, action)
+    request = LaunchRequest(
+        action_id=action.action_id,
+        kind=kind,
+        launch=launch,
+        exclude=sorted({launch.nodes[agent] for agent in excluded & launch.nodes.keys()}),
+        is_training=is_progressing(draft),
+        reason=progress_of(action).why,
+    )
+    draft.request_launch(request)
+
+
+def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, detail: str) -> None:
+    """Begin the phase; `detail`: a sentence about how the phase before ended."""
+    launch = draft.view.launch
+    assert launch is not None, "only a job that a launcher owns has this phase"
+    progress = replace(progress, known_step=draft.view.checkpoint_step)
+    action = replace(action, exclude_nodes=sorted(excluded_nodes(draft, action)))
+    for agent in action.exclude_nodes:
+        quarantine(draft, agent, progress.why)
+    detail = f"{detail} {launch.launcher} restarts its job {launch.job}.".strip()
+    action = enter_phase(draft, action, progress, "launch", detail)
+    advance_launch(draft, action)
+
+
+def advance_launch(draft: Draft, action: ActionView) -> None:
+    """Continue with `observe` once the launcher runs the job again and all ranks were found."""
+    progress = progress_of(action)
+    if not progress.is_launch_requested:
+        if draft.now_ns < not_before_ns(draft.view, draft.policy):
+            update_detail(draft, action, backoff_text(draft))
+            return
+        request_launch(draft, action, "restart")
+        set_progress(draft, action, replace(progress, is_launch_requested=True))
+        return
+    result = launch_result(draft, action, "restart")
+    if result.state == "over":
+        end_as_over(draft, action, result.detail)
+    elif result.state == "failed":
+        fail_start(draft, action, result.detail)
+    elif result.state == "waiting":
+        update_detail(draft, action, result.detail)
+    elif draft.generation > action.generation:
+        seconds = draft.policy.start_timeout_seconds
+        enter_phase(draft, action, progress, "observe", OBSERVES, seconds=seconds)
+    elif progress.deadline_ns == 0:
+        seconds = draft.policy.start_timeout_seconds
+        deadline_ns = draft.now_ns + int(seconds * NANOSECONDS)
+        action = set_progress(draft, action, replace(progress, deadline_ns=deadline_ns))
+        update_detail(draft, action, f"{result.detail} Waiting for its ranks.")
+    elif draft.now_ns > progress.deadline_ns:
+        seconds = draft.policy.start_timeout_seconds
+        fail_start(draft, action, f"{result.detail} Not all ranks were found in {seconds:.0f} s.")
+
+
+def end_as_over(draft: Draft, action: ActionView, why: str) -> None:
+    """End the action, and the job if its ranks are gone: the launcher or a person ended it."""
+    draft.end_action(action, "superseded", error=why)
+    if not is_progressing(draft):
+        for incident in draft.incidents():
+            resolve(draft, incident, why)
+        draft.change_state("stopped", why)
+
+
+def launch_result(draft: Draft, action: ActionView, kind: LaunchKind) -> LaunchResult:
+    """Return the newest result of the action's request."""
+    return draft.view.launch_results.get((action.action_id, kind), LaunchResult())

@@ -1,0 +1,75 @@
+"""The contract of a launcher's backend, and its errors.
+
+    LauncherError                       it failed; the request is repeated
+    ├── LauncherUnavailableError        it does not answer
+    └── LauncherRefusedError            repeating does not help: no permission, no commands
+
+A request is carried out by repeating two calls until its effect is observed:
+
+    seen = backend.observe(request)     # reads only
+    backend.begin(request, seen)        # one external action that brings it closer
+
+Both may be interrupted at any moment, also by the death of the server. Every decision follows from
+what the launcher shows, not from what this process remembers, so the next server continues where
+the last one stopped. `begin` is called only by the holder of a lease, just after it was confirmed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Protocol
+
+import msgspec
+
+from paceline_server.decide.types import LaunchRequest
+from paceline_server.engine.types import Launch
+
+ObservedState = Literal[
+    "ready",  # nothing was done yet, and it can be done
+    "begun",  # on its way
+    "done",  # the effect is there
+    "refused",  # it cannot be done, or not now
+    "over",  # a person or the launcher itself ended the job
+]
+
+
+class LauncherError(Exception):
+    """A launcher did not do what was expected; the message has a sentence for people."""
+
+
+class LauncherUnavailableError(LauncherError):
+    """The launcher does not answer."""
+
+
+class LauncherRefusedError(LauncherError):
+    """This server cannot use the launcher, or not for this."""
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher shows about a request now."""
+
+    state: ObservedState
+    detail: str
+    shown: Any = None  # for the backend's own `begin`
+
+
+class Launcher(Protocol):
+    """A backend. Its methods are called from one thread."""
+
+    name: ClassVar[str]
+
+    def recognize(self, metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
+        """Return the launch that these ranks report; None if it is not of this launcher.
+
+        Args:
+            metadata: of one rank of each node, by agent id.
+        """
+        ...
+
+    def observe(self, request: LaunchRequest) -> Observation:
+        """Return how far the request is. Raises LauncherError."""
+        ...
+
+    def begin(self, request: LaunchRequest, seen: Observation) -> None:
+        """Do the next external action, if one is due. Raises LauncherError."""
+        ...

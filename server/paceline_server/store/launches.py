@@ -1,0 +1,75 @@
+"""Requests to launchers as rows: committed with the action, carried out by the launch thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from paceline_server.decide.types import LaunchKind, LaunchRequest, LaunchResult
+from paceline_server.store.database import insert_into
+from paceline_server.store.models import ActionRow, LaunchRow
+
+_TEXT = 1000  # characters of a detail
+
+
+def request(session: Session, job_id: str, intent: LaunchRequest, now_ns: int) -> None:
+    """Store a request. An action has one of each kind: a repeated one changes nothing."""
+    session.execute(
+        insert_into(session, LaunchRow)
+        .values(
+            action_id=intent.action_id,
+            kind=intent.kind,
+            job_id=job_id,
+            created_ns=now_ns,
+            request=intent,
+            result=LaunchResult(),
+            next_ns=0,
+            finished_ns=None,
+        )
+        .on_conflict_do_nothing(index_elements=["action_id", "kind"])
+    )
+
+
+def results(
+    session: Session, action_ids: Sequence[str]
+) -> dict[tuple[str, LaunchKind], LaunchResult]:
+    """Return the results of the actions' requests so far."""
+    if not action_ids:
+        return {}
+    rows = session.scalars(select(LaunchRow).where(LaunchRow.action_id.in_(action_ids)))
+    return {(row.action_id, row.request.kind): row.result for row in rows}
+
+
+def unfinished(session: Session) -> Sequence[LaunchRow]:
+    """Return the requests that are not finished, oldest first."""
+    return session.scalars(
+        select(LaunchRow)
+        .where(LaunchRow.finished_ns.is_(None))
+        .order_by(LaunchRow.created_ns, LaunchRow.action_id, LaunchRow.kind)
+    ).all()
+
+
+def is_wanted(session: Session, action_id: str, kind: LaunchKind) -> bool:
+    """Return whether the action still needs the request: an answer while people consider it, and
+    a restart until it is done."""
+    state = session.scalar(select(ActionRow.state).where(ActionRow.id == action_id))
+    return kind == "restart" or state in ("proposed", "approved")
+
+
+def record(
+    session: Session,
+    row: LaunchRow,
+    result: LaunchResult,
+    next_ns: int,
+    finished_ns: int | None,
+) -> bool:
+    """Store what the launcher showed; return whether that is news."""
+    result = LaunchResult(state=result.state, detail=result.detail.replace("\0", "")[:_TEXT])
+    session.execute(
+        update(LaunchRow)
+        .where(LaunchRow.action_id == row.action_id, LaunchRow.kind == row.kind)
+        .values(result=result, next_ns=next_ns, finished_ns=finished_ns)
+    )
+    return result != row.result

@@ -1,0 +1,215 @@
+"""Carries out the committed requests to launchers, in one process at a time.
+
+    confirm the lease -> observe -> confirm the lease -> begin -> observe -> ...
+
+The lease is confirmed in the database before each external action, and each pass does at most one
+action per request. So a process that was paused cannot repeat what its successor has done, unless
+it was paused in the moment between the two; a process that is killed leaves nothing that the next
+one does not observe.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from paceline_server.decide.types import LaunchRequest, LaunchResult, LaunchState
+from paceline_server.launchers.contract import (
+    Launcher,
+    LauncherError,
+    LauncherRefusedError,
+    ObservedState,
+)
+from paceline_server.store import launches
+from paceline_server.store.database import Database
+from paceline_server.store.leases import LeaseLostError, acquire, fence, holding, is_held, release
+from paceline_server.store.models import LaunchRow
+from paceline_server.store.signals import CommitSignals
+from paceline_server.worker.lease_keeper import LeaseKeeper
+
+_log = logging.getLogger(__name__)
+LEASE = "launches"
+_POLL_SECONDS = 1.0
+_STALLED_SECONDS = 120.0  # longer than a pass with several commands that reach their time limit
+_BEGUN_NS = 200_000_000  # between two observations of a request that is on its way
+_QUEUED_NS = 2_000_000_000  # the same once that takes longer: it may wait in a queue for hours
+_QUEUED_AFTER_NS = 60_000_000_000
+_RECHECK_NS = 30_000_000_000  # of a proposal that waits for a person
+_RETRY_NS = 5_000_000_000  # after an error of the launcher
+_STATES: dict[ObservedState, LaunchState] = {
+    "ready": "waiting",
+    "begun": "waiting",
+    "done": "done",
+    "refused": "failed",
+    "over": "over",
+}
+
+
+class LaunchThread:
+    """The thread; only the holder of its lease asks launchers for anything."""
+
+    def __init__(
+        self,
+        database: Database,
+        signals: CommitSignals,
+        owner: str,
+        lease_ns: int,
+        launchers: Mapping[str, Launcher],
+        now_ns: Callable[[], int],
+    ) -> None:
+        self._database = database
+        self._signals = signals
+        self._owner = owner
+        self._lease_ns = lease_ns
+        self._launchers = launchers
+        self._now_ns = now_ns
+        self._leases = LeaseKeeper(database, owner, lease_ns, now_ns)
+        self._epoch: int | None = None
+        self._last_pass = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=LEASE, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._last_pass = time.monotonic()
+        self._thread.start()
+        self._leases.start()
+
+    def stop(self) -> None:
+        """End the thread after the current command, and release the lease."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._leases.stop()
+
+    def unready(self) -> list[str]:
+        """Return the reasons why the server is not ready; empty if it is."""
+        if not self._thread.is_alive():
+            return [f"{LEASE}: not running"]
+        is_stalled = time.monotonic() - self._last_pass > _STALLED_SECONDS
+        return [f"{LEASE}: stalled"] if is_stalled else []
+
+    def _run(self) -> None:
+        seen = 0
+        while not self._stop.is_set():
+            self._leases.advance()
+            is_busy = False
+            try:
+                is_busy = self.run_pass()
+            except SQLAlchemyError as error:
+                _log.warning("requests to launchers cannot be read: %s", error)
+                self._forget_lease()
+            except LeaseLostError:
+                self._forget_lease()
+            self._last_pass = time.monotonic()
+            if is_busy:
+                self._stop.wait(_BEGUN_NS / 1e9)
+            else:
+                self._stop.wait(0.05)
+                seen = self._signals.changes.wait(seen, _POLL_SECONDS)
+        self._release()
+
+    def run_pass(self) -> bool:
+        """Bring each request that is due one action closer; return whether one is on its way.
+
+        Raises LeaseLostError.
+        """
+        with self._database.read() as session:
+            rows = launches.unfinished(session)
+        if not rows or not self._holds_lease():
+            return False
+        is_busy = False
+        for row in rows:
+            if self._stop.is_set():
+                return False
+            if row.next_ns - self._now_ns() <= 0:
+                self._carry_out(row)
+            is_busy |= row.kind == "restart"
+        return is_busy
+
+    def _carry_out(self, row: LaunchRow) -> None:
+        intent, now_ns = row.request, self._now_ns()
+        with self._database.read() as session:
+            is_wanted = launches.is_wanted(session, intent.action_id, intent.kind)
+        if not is_wanted:
+            self._record(row, row.result, now_ns, is_final=True)
+            return
+        launcher = self._launchers.get(intent.launch.launcher)
+        if launcher is None:
+            error = f"This server has no backend for {intent.launch.launcher}."
+            self._record(row, LaunchResult(state="failed", detail=error), now_ns, is_final=True)
+            return
+        try:
+            self._advance(row, intent, launcher)
+        except LauncherRefusedError as error:
+            result = LaunchResult(state="failed", detail=str(error))
+            is_final = intent.kind == "restart"
+            self._record(row, result, self._now_ns() + _RECHECK_NS, is_final=is_final)
+        except LauncherError as error:
+            _log.warning("%s of action %s is repeated: %s", intent.kind, intent.action_id, error)
+            result = LaunchResult(detail=str(error))
+            self._record(row, result, self._now_ns() + _RETRY_NS)
+
+    def _advance(self, row: LaunchRow, intent: LaunchRequest, launcher: Launcher) -> None:
+        """Observe the request, and begin what is due. Raises LauncherError."""
+        seen = launcher.observe(intent)
+        now_ns = self._now_ns()
+        if intent.kind == "check":
+            state: LaunchState = "done" if seen.state == "ready" else _STATES[seen.state]
+            self._record(row, LaunchResult(state=state, detail=seen.detail), now_ns + _RECHECK_NS)
+            return
+        state = _STATES[seen.state]
+        is_final = state != "waiting"
+        is_slow = now_ns - row.created_ns > _QUEUED_AFTER_NS
+        next_ns = now_ns + (_QUEUED_NS if is_slow else _BEGUN_NS // 2)
+        self._record(row, LaunchResult(state=state, detail=seen.detail), next_ns, is_final=is_final)
+        if not is_final:
+            launcher.begin(intent, seen)  # the lease was confirmed by the transaction above
+
+    def _record(
+        self, row: LaunchRow, result: LaunchResult, next_ns: int, *, is_final: bool = False
+    ) -> None:
+        assert self._epoch is not None
+        with self._database.write() as session:
+            now_ns = self._now_ns()
+            fence(session, LEASE, self._owner, self._epoch, now_ns + self._lease_ns)
+            finished_ns = now_ns if is_final else None
+            is_news = launches.record(session, row, result, next_ns, finished_ns)
+        if is_news:
+            self._signals.work.notify()
+
+    # --- the lease -------------------------------------------------------------------------
+
+    def _holds_lease(self) -> bool:
+        if self._epoch is not None:
+            return True
+        now_ns = self._now_ns()
+        with self._database.read() as session:
+            if is_held(session, LEASE, now_ns):
+                return False
+            if not self._leases.may_take(LEASE, *holding(session, LEASE)):
+                return False
+        with self._database.write() as session:
+            self._epoch = acquire(session, LEASE, self._owner, now_ns, self._lease_ns)
+        if self._epoch is not None:
+            self._leases.hold(LEASE, self._epoch)
+        return self._epoch is not None
+
+    def _forget_lease(self) -> None:
+        self._epoch = None
+        self._leases.drop(LEASE)
+
+    def _release(self) -> None:
+        epoch = self._epoch
+        self._forget_lease()
+        if epoch is None:
+            return
+        try:
+            with self._database.write() as session:
+                release(session, LEASE, self._owner, epoch)
+        except SQLAlchemyError as error:
+            _log.warning("lease %s not released, it will expire: %s", LEASE, error)
