@@ -54,6 +54,7 @@ _ENDED = ("COMPLETED", "FAILED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
 _ENDED_ON_PURPOSE = ("CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE", "REVOKED")
 # How squeue shows the hold of `scontrol requeuehold`; holds of people are JobHeldUser and -Admin.
 _REQUEUED_HELD = "requeued in held state"
+_COMMENT, _EXCLUDE = "paceline:", "exclude="  # in the AdminComment
 _DENIED = ("invalid user id", "access/permission denied", "access denied")
 _UNKNOWN_JOB = "invalid job id"
 
@@ -71,6 +72,13 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     is_batch: bool
     may_requeue: bool
     admin_comment: str
+
+    @property
+    def excluded_before(self) -> set[str]:
+        """The nodes that an earlier action excluded."""
+        _, ours, rest = self.admin_comment.partition(f" {_EXCLUDE}")
+        is_ours = self.admin_comment.startswith(_COMMENT) and ours
+        return set(rest.split(",")) if is_ours else set()
 
     @property
     def is_held_for_us(self) -> bool:
@@ -279,15 +287,20 @@ class SlurmLauncher:
         return any(state.startswith("drain") for state in states)
 
     def _configure(self, request: LaunchRequest, job: SlurmJob) -> None:
-        """Exclude the nodes, also if they could not be drained, and name the action."""
-        name = request.launch.job
-        excluded = set(self._hostnames(self._run("squeue", "-h", "-j", name, "-o", "%x").strip()))
-        names = ",".join(sorted(excluded | set(request.exclude)))
-        changes = [f"ExcNodeList={names}"] if request.exclude else []
+        """Exclude the nodes, also if they could not be drained, and name the action.
+
+        The comment also has the nodes, because Slurm keeps the list over requeues: those of an
+        earlier action may be used again once a person has returned them to service.
+        """
+        name, ours = request.launch.job, ",".join(request.exclude)
+        before = set(self._hostnames(self._run("squeue", "-h", "-j", name, "-o", "%x").strip()))
+        excluded = before - job.excluded_before | set(request.exclude)
+        changes = [] if excluded == before else [f"ExcNodeList={','.join(sorted(excluded))}"]
         if job.is_held_for_us:
             changes.append("StartTime=now")
+        comment = f"{_COMMENT}{request.action_id}{ours and f' {_EXCLUDE}{ours}'}"
         try:
-            self._update(name, *changes, f"AdminComment=paceline:{request.action_id}")
+            self._update(name, *changes, f"AdminComment={comment}")
         except _DeniedError:  # only an operator may set the comment
             if changes:
                 self._update(name, *changes)

@@ -1,0 +1,184 @@
+"""Jobs of a real Slurm cluster are repaired through Slurm: real daemons, ranks, agents, server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from slurm_cluster import SlurmCluster
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
+RANK = Path(__file__).with_name("slurm_rank.py")
+
+
+@pytest.fixture
+def database_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/test.db"
+
+
+class SlurmTraining:
+    """A batch job of two ranks on two nodes."""
+
+    def __init__(
+        self, slurm: SlurmCluster, rings: Path, directory: Path, *arguments: str, options: str = ""
+    ) -> None:
+        self.slurm, self.directory = slurm, directory
+        script = directory / "train.sh"
+        step = " ".join(["0.1", *arguments])
+        script.write_text(
+            f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --exclusive {options}\n"
+            f"#SBATCH -o {directory}/output\n"
+            "export PACELINE=1\n"
+            "srun --kill-on-bad-exit=1 bash -c 'PACELINE_RING_DIRECTORY="
+            f"{rings}/$SLURMD_NODENAME/rings exec {sys.executable} {RANK} {directory} {step}'\n"
+        )
+        self.id = slurm.submit(script)
+        self.name = f"slurm-{self.id}"
+
+    def starts(self) -> list[list[str]]:
+        """Return (requeues, rank, node, pid) of each start of a rank."""
+        path = self.directory / "starts"
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def pid(self, rank: int) -> int:
+        return int([start for start in self.starts() if start[1] == str(rank)][-1][3])
+
+    def node(self, rank: int) -> str:
+        return [start for start in self.starts() if start[1] == str(rank)][-1][2]
+
+    def requeues(self) -> int:
+        return int(self.slurm.job(self.id)["Restarts"])
+
+
+@pytest.fixture
+def train(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Callable[..., SlurmTraining]]:
+    started: list[SlurmTraining] = []
+
+    def start(rings: Path, *arguments: str, options: str = "") -> SlurmTraining:
+        directory = tmp_path / f"job-{len(started)}"
+        directory.mkdir()
+        started.append(SlurmTraining(slurm, rings, directory, *arguments, options=options))
+        return started[-1]
+
+    yield start
+    for job in started:
+        slurm.cancel(job.id)
+    for node in slurm.nodes:
+        if slurm.states()[node].startswith("drain"):
+            slurm.resume(node)
+
+
+class Shown:
+    """What the server shows about a job."""
+
+    def __init__(self, server: Any, job: SlurmTraining) -> None:
+        self._client, self._name = server.client, job.name
+
+    def job(self) -> dict[str, Any]:
+        answer = self._client.get(f"/api/v1/jobs/{self._name}")
+        return {} if answer.status_code == 404 else dict(answer.raise_for_status().json())
+
+    def actions(self, kind: str = "restart") -> list[dict[str, Any]]:
+        items = self._client.get(f"/api/v1/actions?job={self._name}").json()["items"]
+        return [item for item in items if item["kind"] == kind]
+
+    def trains(self, generation: int) -> bool:
+        job = self.job()
+        if (job.get("generation"), job.get("state")) != (generation, "running"):
+            return False
+        ranks = self._client.get(f"/api/v1/jobs/{self._name}/ranks").json()["items"]
+        return all((rank["step"] or 0) >= 1 for rank in ranks)
+
+
+def test_a_crashed_job_is_requeued_once(
+    slurm: SlurmCluster,
+    run_server: Callable[..., Any],
+    start_agents: Callable[..., Any],
+    train: Callable[..., SlurmTraining],
+    wait_for: Callable[..., Any],
+) -> None:
+    server = run_server(launcher_mode="auto")
+    agents = start_agents(server.url)
+    job = train(agents.directory)
+    shown = Shown(server, job)
+    wait_for(lambda: shown.trains(0), "training")
+    os.kill(job.pid(1), signal.SIGKILL)
+    wait_for(lambda: shown.trains(100), "training after the requeue")
+    (action,) = shown.actions()
+    assert action["state"] == "done"
+    assert job.requeues() == 1
+    assert [start[0] for start in job.starts()] == ["0", "0", "1", "1"]
+    assert slurm.job(job.id)["AdminComment"] == f"paceline:{action['id']}"
+
+
+def seconds_of(action: dict[str, Any]) -> tuple[float, float]:
+    """Return the seconds from the decision until Slurm ran the job again with all ranks found, and
+    until each of them had finished a step."""
+    times = {phase["name"]: datetime.fromisoformat(phase["started_at"]) for phase in action["phases"]}
+    decided = datetime.fromisoformat(action["created_at"])
+    return (
+        (times["observe"] - decided).total_seconds(),
+        (times["done"] - decided).total_seconds(),
+    )
+
+
+REPAIRS = int(os.environ.get("PACELINE_SLURM_REPAIRS", "50"))
+
+
+def test_fifty_faults_are_repaired_once_each(
+    slurm: SlurmCluster,
+    run_server: Callable[..., Any],
+    start_agents: Callable[..., Any],
+    train: Callable[..., SlurmTraining],
+    wait_for: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ranks are killed, and nodes go silent; a lost node is drained and excluded."""
+    (tmp_path / "policy.toml").write_text("restarts_per_hour = 1000\nrestarts_per_day = 1000\n")
+    server = run_server(launcher_mode="auto", policy=tmp_path / "policy.toml")
+    agents = start_agents(server.url)
+    job = train(agents.directory, options="--open-mode=append")
+    shown = Shown(server, job)
+    wait_for(lambda: shown.trains(0), "training")
+    found: list[tuple[str, float, float]] = []
+    for count in range(REPAIRS):
+        fault, rank = ("crash", "lost node")[count % 2], count // 2 % 2
+        node = job.node(rank)
+        if fault == "lost node":
+            agents.kill(node)
+        os.kill(job.pid(rank), signal.SIGKILL)
+        wait_for(lambda count=count: shown.trains(100 * (count + 1)), f"repair {count}")
+        action = shown.actions()[0]
+        assert action["state"] == "done"
+        assert job.requeues() == count + 1
+        # Nodes of earlier repairs may be used again.
+        excluded = slurm.job(job.id)["ExcNodeList"]
+        assert excluded == ",".join(action["exclude_nodes"] or ["(null)"])
+        if fault == "lost node":
+            assert action["exclude_nodes"] == [node]
+            agents.start(node)
+        for drained in action["exclude_nodes"]:
+            assert drained not in (job.node(0), job.node(1))
+            assert slurm.states()[drained] == "drained"
+            assert action["id"] in slurm.drain_reason(drained)
+            assert server.client.post(f"/api/v1/nodes/{drained}/release").is_success
+            slurm.resume(drained)
+        found.append((fault, *seconds_of(action)))
+    assert len(job.starts()) == 2 * (REPAIRS + 1), "each repair started each rank once"
+    with capsys.disabled():
+        for name in ("crash", "lost node"):
+            runs = sorted(run for fault, run, _ in found if fault == name)
+            steps = sorted(step for fault, _, step in found if fault == name)
+            print(
+                f"\n{name}: {len(runs)} repaired; s from the decision until Slurm runs the job: "
+                f"median {median(runs):.1f}, most {runs[-1]:.1f}; until each rank has finished a "
+                f"step: median {median(steps):.1f}, most {steps[-1]:.1f}"
+            )
