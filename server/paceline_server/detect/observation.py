@@ -142,6 +142,17 @@ class ReportedDeviceEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierRank:
+    """A rank of an earlier run of an external job, as it was last seen running."""
+
+    node: str
+    rank: int
+    generation: int
+    step: int | None  # newest finished step that it reported
+    received_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """The input of one tick. `steps`, `exits` and `device_events` are new since the last tick."""
 
@@ -168,5 +179,7 @@ class Observation:
     # by agent_id: how much longer the delivery of its newest batch took than that of its fastest
     # one
     lateness_ns: Mapping[str, int] = field(default_factory=dict)
+    # Ranks of earlier runs that were seen since this generation began, if a launcher counts runs.
+    earlier_ranks: Sequence[EarlierRank] = ()
     # Kinds of the findings of earlier detectors that are not cleared.
     active_kinds: frozenset[str] = frozenset()

@@ -16,6 +16,7 @@ from paceline_server.detect.finding import Finding
 from paceline_server.detect.hang.operation_text import operation_text
 from paceline_server.detect.kinds import kind_of
 from paceline_server.detect.observation import (
+    EarlierRank,
     Generation,
     LiveRank,
     Observation,
@@ -57,6 +58,7 @@ SAVED_STEPS = 9  # checkpoints whose median interval is taken
 # Steps for the what-if replay: enough to distinguish a fault from noise, in tables of bounded size
 # (a row has about 100 bytes).
 REPLAYED_STEPS = 8
+_EARLIER_RANKS = 1024  # most ranks of earlier runs that are remembered
 _CRITICAL_COST = 0.1  # a slowdown that costs less is not critical
 REPLAYED_ROWS = 1 << 21
 
@@ -81,6 +83,10 @@ class RunningGeneration:
             started_ns=placement.started_ns,
         )
         self._job = job_id
+        # that a rank of this run reports
+        self._lowest_generation = min(
+            (placement.generation, *placement.reported_generations.values())
+        )
         self._policy = policy
         self._world_size = placement.topology.world_size
         self.model = StepModel(placement.generation, placement.topology, placement.metadata)
@@ -95,6 +101,7 @@ class RunningGeneration:
         self._records = RecentRecords(placement.topology.world_size)
         self.attached: dict[str, ReportedTime] = {}  # by node: when its first rank attached
         self._exit_times: dict[int, ReportedTime] = {}
+        self._earlier: dict[tuple[str, int, int], EarlierRank] = {}  # by node, generation, rank
         self._new_exits: list[ReportedExit] = []
         self._new_device_events: list[ReportedDeviceEvent] = []
         self._sections: dict[tuple[int, int], str] = {}
@@ -118,6 +125,8 @@ class RunningGeneration:
                 case RankState():
                     if self._is_ours(event, batch.agent_id):
                         self._add_state(event, received_ns)
+                    elif self._is_earlier_run(event):
+                        self._add_earlier(event, batch.agent_id, received_ns)
                 case RankDefined():
                     if self._is_ours(event, batch.agent_id):
                         self._define(event)
@@ -158,6 +167,24 @@ class RunningGeneration:
 
     def _is_generation(self, job: str, generation: int, rank: int) -> bool:
         return job == self._job and generation == self.placement.reported_generation(rank)
+
+    def _is_earlier_run(self, state: RankState) -> bool:
+        """Return whether a live rank of a run that the launcher restarted reports its state."""
+        if self.placement.launch is None or state.job != self._job:
+            return False
+        is_alive = state.process_state not in (None, "Z")
+        return is_alive and state.generation < self._lowest_generation
+
+    def _add_earlier(self, state: RankState, agent_id: str, received_ns: int) -> None:
+        key = agent_id, state.generation, state.rank
+        if key in self._earlier or len(self._earlier) < _EARLIER_RANKS:
+            self._earlier[key] = EarlierRank(
+                node=agent_id,
+                rank=state.rank,
+                generation=state.generation,
+                step=state.view.step,
+                received_ns=received_ns,
+            )
 
     def _holds(self, rank: int, agent_id: str) -> bool:
         """Return whether the rank was placed on this node: only it may report the rank."""
@@ -302,6 +329,7 @@ class RunningGeneration:
             stacks=self._stacks,
             dumps=self._dumps,
             records=self._records,
+            earlier_ranks=tuple(self._earlier.values()),
             timings=timings,
             replay=self._replay,
             metadata=self.model.metadata,

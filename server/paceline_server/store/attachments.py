@@ -5,6 +5,7 @@ Ingest records each attached rank. A worker creates the job once all ranks of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -144,6 +145,11 @@ def is_superseded(session: Session, job: JobRow) -> bool:
         if later.generation > job.generation or session.scalar(on_other_nodes) is None:
             return True
     return False
+
+
+def ranks_of(session: Session, pending: PendingRun) -> Sequence[AttachmentRow]:
+    """Return the rows of a pending run."""
+    return session.scalars(select(AttachmentRow).where(*_conditions(pending))).all()
 
 
 def claim(session: Session, pending: PendingRun) -> list[AttachmentRow]:

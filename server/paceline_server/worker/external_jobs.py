@@ -99,6 +99,8 @@ class ExternalJobs:
             is_old = job is not None and (
                 not job.watched or not attachments.is_newer_run(session, job, run)
             )
+            if _refuse_earlier_runs(session, run, job, self._now_ns()):
+                return False
             action = None
             if job is not None and job.state not in FINISHED and not is_old:
                 action = _relaunching(session, job)
@@ -107,6 +109,8 @@ class ExternalJobs:
             ranks = attachments.claim(session, run)
             if is_old or len(ranks) != run.world_size:
                 return False
+            if job is not None and action is not None and not _is_relaunched(session, job, ranks):
+                return False  # restarted in place, while its launcher is ending this run
             now_ns = self._now_ns()
             if job is not None and action is None:
                 _resolve_incidents(session, job, self._receivers, now_ns)
@@ -137,6 +141,43 @@ def _relaunching(session: Session, job: JobRow) -> ActionView | None:
     running = select(ActionRow.view).where(ActionRow.job_id == job.id, ActionRow.state == "running")
     actions = session.scalars(running)
     return next((one for one in actions if progress_of(one).phase == "launch"), None)
+
+
+def _current_launch(session: Session, job: JobRow) -> Launch | None:
+    generation = session.get(GenerationRow, (job.id, job.generation))
+    return None if generation is None else generation.placement.launch
+
+
+def _is_relaunched(session: Session, job: JobRow, ranks: Sequence[AttachmentRow]) -> bool:
+    """Return whether the launcher has restarted the job since its current generation."""
+    before, after = _current_launch(session, job), _launch(ranks)
+    return before is None or after is None or after.restarts > before.restarts
+
+
+def _refuse_earlier_runs(
+    session: Session, run: PendingRun, job: JobRow | None, now_ns: int
+) -> bool:
+    """Discard ranks of a run that the launcher has replaced; return whether there were any.
+
+    They still run because the launcher lost their node, and must not be mixed with the new ones.
+    """
+    found = [
+        (row, launch) for row in attachments.ranks_of(session, run) if (launch := _launch([row]))
+    ]
+    current = None if job is None else _current_launch(session, job)
+    counts = [launch.restarts for launch in (current, *(launch for _, launch in found)) if launch]
+    earlier = [row for row, launch in found if launch.restarts < max(counts)]
+    for row in earlier:
+        row.placed = True
+        detail = (
+            f"Rank {row.rank} of generation {row.generation} still runs on {row.agent_id}, "
+            "although its launcher has restarted the job."
+        )
+        _log.warning("external job %s: %s", run.job_id, detail)
+        if job is not None:
+            entry = AuditEntry(actor="agents", verb="refused", subject=run.job_id, detail=detail)
+            audit.record(session, run.job_id, entry, now_ns)
+    return bool(earlier)
 
 
 def _launch(ranks: Sequence[AttachmentRow]) -> Launch | None:

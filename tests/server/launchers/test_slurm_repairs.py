@@ -121,7 +121,9 @@ def test_a_crashed_job_is_requeued_once(
 def seconds_of(action: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds from the decision until Slurm ran the job again with all ranks found, and
     until each of them had finished a step."""
-    times = {phase["name"]: datetime.fromisoformat(phase["started_at"]) for phase in action["phases"]}
+    times = {
+        phase["name"]: datetime.fromisoformat(phase["started_at"]) for phase in action["phases"]
+    }
     decided = datetime.fromisoformat(action["created_at"])
     return (
         (times["observe"] - decided).total_seconds(),
