@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 
 from paceline_server import launchers
@@ -11,6 +12,7 @@ from paceline_server.engine.types import Launch
 from paceline_server.launchers.contract import Launcher
 
 
+@cache
 def launcher_classes() -> dict[str, type[Launcher]]:
     """Return the backend of each launcher by its name."""
     modules = (

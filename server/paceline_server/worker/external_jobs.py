@@ -161,10 +161,10 @@ def _refuse_earlier_runs(
 
     They still run because the launcher lost their node, and must not be mixed with the new ones.
     """
-    found = [
-        (row, launch) for row in attachments.ranks_of(session, run) if (launch := _launch([row]))
-    ]
-    current = None if job is None else _current_launch(session, job)
+    rows = attachments.ranks_of(session, run)
+    found = [(row, launch) for row in rows if (launch := _launch([row])) is not None]
+    is_over = job is None or job.state in FINISHED  # the launcher may use its id again
+    current = None if job is None or is_over else _current_launch(session, job)
     counts = [launch.restarts for launch in (current, *(launch for _, launch in found)) if launch]
     earlier = [row for row, launch in found if launch.restarts < max(counts)]
     for row in earlier:

@@ -73,7 +73,8 @@ class SlurmCluster:
         self.directory.chmod(0o755)  # munged refuses what others could replace
         host = socket.gethostname()
         nodes = "\n".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={self._ports[node]} CPUs=2"
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 CPUs=2 "
+            f"Port={self._ports[node]}"
             for node in self.nodes
         )
         (self.directory / "slurm.conf").write_text(

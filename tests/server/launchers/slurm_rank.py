@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import paceline
+
 directory, step_seconds = Path(sys.argv[1]), float(sys.argv[2])
 rank = int(os.environ["SLURM_PROCID"])
 state = directory / "step"
@@ -27,8 +29,6 @@ if "gloo" in sys.argv:
         rank=rank,
         world_size=int(os.environ["SLURM_NTASKS"]),
     )
-
-import paceline
 
 paceline.init()
 begin = int(state.read_text() or 0) if state.exists() else 0

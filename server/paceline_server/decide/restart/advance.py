@@ -59,7 +59,8 @@ def begin_restart(draft: Draft, action: ActionView) -> None:
     if planned:
         enter_checkpoint(draft, action, progress)
     else:
-        enter_stop(draft, action, progress, "Stopping all ranks.")
+        stops = "Stopping all ranks." if draft.view.launch is None else ""
+        enter_stop(draft, action, progress, stops)
 
 
 def begin_start(draft: Draft, layout: RankLayout) -> None:

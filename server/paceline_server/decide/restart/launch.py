@@ -49,7 +49,7 @@ def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, det
     action = replace(action, exclude_nodes=sorted(excluded_nodes(draft, action)))
     for agent in action.exclude_nodes:
         quarantine(draft, agent, progress.why)
-    detail = f"{detail} {launch.launcher} restarts its job {launch.job}.".strip()
+    detail = f"{detail} {launch.launcher.capitalize()} restarts job {launch.job}.".strip()
     action = enter_phase(draft, action, progress, "launch", detail)
     advance_launch(draft, action)
 
@@ -70,7 +70,8 @@ def advance_launch(draft: Draft, action: ActionView) -> None:
     elif result.state == "failed":
         fail_start(draft, action, result.detail)
     elif result.state == "waiting":
-        update_detail(draft, action, result.detail)
+        if result.detail:
+            update_detail(draft, action, result.detail)
     elif draft.generation > action.generation:
         seconds = draft.policy.start_timeout_seconds
         enter_phase(draft, action, progress, "observe", OBSERVES, seconds=seconds)
