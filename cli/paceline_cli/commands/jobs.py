@@ -143,7 +143,12 @@ def _summary(job: dict[str, Any]) -> str:
     if job["step_seconds"] is not None:
         parts.append(f"{render.seconds(job['step_seconds'])} per step")
     if job["watched"]:
-        parts.append("external: observed, never acted on")
+        acts = job["mode"] != "observe"
+        parts.append(
+            "external: repaired through its launcher"
+            if acts
+            else "external: observed, never acted on"
+        )
     return ", ".join(parts)
 
 

@@ -188,7 +188,7 @@ class Job(Resource):
     # whether the last restart continued from the newest checkpoint; null: not restarted yet
     resumes: bool | None
     policy: PolicyValues
-    watched: bool  # an external job (torchrun, Slurm): diagnosed, never acted on
+    watched: bool  # an external job (torchrun, Slurm): acted on only by its launcher
     created_at: datetime
     started_at: datetime | None  # first step
     finished_at: datetime | None

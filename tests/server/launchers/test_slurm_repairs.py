@@ -184,3 +184,101 @@ def test_fifty_faults_are_repaired_once_each(
                 f"median {median(runs):.1f}, most {runs[-1]:.1f}; until each rank has finished a "
                 f"step: median {median(steps):.1f}, most {steps[-1]:.1f}"
             )
+
+
+def test_ranks_that_outlive_their_run_are_reported_and_not_mixed(
+    slurm: SlurmCluster,
+    run_server: Callable[..., Any],
+    start_agents: Callable[..., Any],
+    train: Callable[..., SlurmTraining],
+    wait_for: Callable[..., Any],
+) -> None:
+    """A killed slurmd: Slurm requeues the job while the old task runs on (split-brain)."""
+    server = run_server(launcher_mode="auto")
+    agents = start_agents(server.url)
+    job = train(agents.directory, options="--open-mode=append")
+    shown = Shown(server, job)
+    wait_for(lambda: shown.trains(0), "training")
+    old, node = job.pid(1), job.node(1)
+    slurm.kill_node(node)
+    wait_for(lambda: shown.trains(100), "the next run", seconds=120.0)
+    assert job.requeues() == 1, "Slurm's own requeue is the one that was needed"
+    assert node not in (job.node(0), job.node(1))
+    os.kill(old, 0)  # it still runs
+
+    def incident() -> dict[str, Any] | None:
+        items = server.client.get(f"/api/v1/incidents?job={job.name}").json()["items"]
+        return next((item for item in items if item["kind"] == "earlier_run"), None)
+
+    found = wait_for(incident, "the incident about the old rank")
+    assert (found["node"], found["severity"]) == (node, "critical")
+    ranks = server.client.get(f"/api/v1/jobs/{job.name}/ranks").json()["items"]
+    assert node not in {rank["node"] for rank in ranks}
+    # A restarted agent reports the old rank again.
+    agents.kill(node)
+    agents.start(node)
+    step = shown.job()["step"]
+    wait_for(lambda: shown.job()["step"] > step + 20, "training")
+    assert shown.job()["generation"] == 100
+    os.kill(old, signal.SIGKILL)
+    slurm.start_node(node)
+    wait_for(lambda: (incident() or {})["state"] == "resolved", "the end of the incident")
+    wait_for(lambda: not slurm.states()[node].startswith("down"), "the node")
+
+
+def test_a_hung_rank_of_torch_is_repaired(
+    slurm: SlurmCluster,
+    run_server: Callable[..., Any],
+    start_agents: Callable[..., Any],
+    train: Callable[..., SlurmTraining],
+    wait_for: Callable[..., Any],
+) -> None:
+    server = run_server(launcher_mode="auto")
+    agents = start_agents(server.url)
+    job = train(agents.directory, "gloo", options="--open-mode=append")
+    shown = Shown(server, job)
+    wait_for(lambda: shown.trains(0), "training", seconds=120.0)
+    os.kill(job.pid(1), signal.SIGSTOP)
+    wait_for(lambda: shown.trains(100), "the next run", seconds=120.0)
+    assert job.requeues() == 1
+    (action,) = shown.actions()
+    assert (action["state"], "SIGSTOP" in action["reason"]) == ("done", True)
+
+
+def test_in_mode_approve_a_person_decides(
+    slurm: SlurmCluster,
+    run_server: Callable[..., Any],
+    start_agents: Callable[..., Any],
+    train: Callable[..., SlurmTraining],
+    wait_for: Callable[..., Any],
+) -> None:
+    server = run_server()
+    agents = start_agents(server.url)
+    job = train(agents.directory, options="--open-mode=append")
+    shown = Shown(server, job)
+    wait_for(lambda: shown.trains(0), "training")
+    assert shown.job()["mode"] == "approve"
+    os.kill(job.pid(0), signal.SIGKILL)
+    (action,) = wait_for(shown.actions, "the proposal")
+    assert (action["state"], job.requeues()) == ("proposed", 0)
+    server.client.post(f"/api/v1/actions/{action['id']}/approve").raise_for_status()
+    wait_for(lambda: shown.trains(100), "the next run")
+    assert job.requeues() == 1
+
+
+def test_a_canceled_job_stays_canceled(
+    slurm: SlurmCluster,
+    run_server: Callable[..., Any],
+    start_agents: Callable[..., Any],
+    train: Callable[..., SlurmTraining],
+    wait_for: Callable[..., Any],
+) -> None:
+    server = run_server(launcher_mode="auto")
+    agents = start_agents(server.url)
+    job = train(agents.directory)
+    shown = Shown(server, job)
+    wait_for(lambda: shown.trains(0), "training")
+    slurm.cancel(job.id)
+    wait_for(lambda: shown.job()["state"] == "stopped", "the end")
+    assert job.requeues() == 0
+    assert slurm.job(job.id)["JobState"] == "CANCELLED"
