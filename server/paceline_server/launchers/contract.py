@@ -45,12 +45,12 @@ class LauncherRefusedError(LauncherError):
     """This server cannot use the launcher, or not for this."""
 
 
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher shows about a request now."""
+class ShownRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as the launcher shows it now."""
 
     state: ObservedState
     detail: str
-    shown: Any = None  # for the backend's own `begin`
+    content: Any = None  # for the backend's own `begin`
 
 
 class Launcher(Protocol):
@@ -66,10 +66,10 @@ class Launcher(Protocol):
         """
         ...
 
-    def observe(self, request: LaunchRequest) -> Observation:
+    def observe(self, request: LaunchRequest) -> ShownRequest:
         """Return how far the request is. Raises LauncherError."""
         ...
 
-    def begin(self, request: LaunchRequest, seen: Observation) -> None:
+    def begin(self, request: LaunchRequest, seen: ShownRequest) -> None:
         """Do the next external action, if one is due. Raises LauncherError."""
         ...

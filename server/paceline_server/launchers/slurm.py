@@ -28,8 +28,8 @@ from paceline_server.launchers.contract import (
     LauncherError,
     LauncherRefusedError,
     LauncherUnavailableError,
-    Observation,
     ObservedState,
+    ShownRequest,
 )
 from paceline_wire.metadata import SLURM_JOB, SLURM_NODE, SLURM_RESTARTS
 
@@ -126,11 +126,11 @@ class SlurmLauncher:
 
     # --- observe ---------------------------------------------------------------------------
 
-    def observe(self, request: LaunchRequest) -> Observation:
+    def observe(self, request: LaunchRequest) -> ShownRequest:
         """Return how far the request is. Raises LauncherError."""
         job = self._job(request.launch.job)
         if job is None:
-            return Observation(
+            return ShownRequest(
                 state="refused",
                 detail=f"Slurm no longer has job {request.launch.job} (MinJobAge in slurm.conf).",
             )
@@ -142,10 +142,10 @@ class SlurmLauncher:
                 f"Expected job {request.launch.job} with Restarts={request.launch.restarts}, "
                 f"found {job.restarts}: it was restarted meanwhile."
             )
-            return Observation(state="refused", detail=detail)
+            return ShownRequest(state="refused", detail=detail)
         return self._observe_after(request, job)
 
-    def _observe_before(self, request: LaunchRequest, job: SlurmJob) -> Observation:
+    def _observe_before(self, request: LaunchRequest, job: SlurmJob) -> ShownRequest:
         """Return the observation of a job that was not requeued since the decision."""
         name = request.launch.job
         if job.state == "COMPLETING":
@@ -193,7 +193,7 @@ class SlurmLauncher:
             )
         return None
 
-    def _observe_after(self, request: LaunchRequest, job: SlurmJob) -> Observation:
+    def _observe_after(self, request: LaunchRequest, job: SlurmJob) -> ShownRequest:
         """Return the observation of a job that was requeued once since the decision."""
         name = request.launch.job
         if job.state == "RUNNING":
@@ -245,9 +245,9 @@ class SlurmLauncher:
 
     # --- begin -----------------------------------------------------------------------------
 
-    def begin(self, request: LaunchRequest, seen: Observation) -> None:
+    def begin(self, request: LaunchRequest, seen: ShownRequest) -> None:
         """Do the next external action, if one is due. Raises LauncherError."""
-        job, name = seen.shown, request.launch.job
+        job, name = seen.content, request.launch.job
         assert isinstance(job, SlurmJob)
         if self._drain_next(request):
             return
@@ -309,8 +309,8 @@ class SlurmLauncher:
         self._run("scontrol", "update", f"JobId={job}", *changes)
 
 
-def _seen(state: ObservedState, detail: str, job: SlurmJob) -> Observation:
-    return Observation(state=state, detail=detail, shown=job)
+def _seen(state: ObservedState, detail: str, job: SlurmJob) -> ShownRequest:
+    return ShownRequest(state=state, detail=detail, content=job)
 
 
 def _names(nodes: Collection[str]) -> str:

@@ -416,7 +416,7 @@ class LaunchRow(Base):
     __table_args__ = (Index(None, "job_id"), Index(None, "finished_ns"))
 
     action_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    kind: Mapped[str] = mapped_column(String(16), primary_key=True)  # of `LaunchKind`
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)  # a `LaunchKind`
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     created_ns: Mapped[int]
     request: Mapped[LaunchRequest] = mapped_column(StructColumn(LaunchRequest))

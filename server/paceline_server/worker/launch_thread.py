@@ -38,7 +38,7 @@ _STALLED_SECONDS = 120.0  # longer than a pass with several commands that reach 
 _BEGUN_NS = 200_000_000  # between two observations of a request that is on its way
 _QUEUED_NS = 2_000_000_000  # the same once that takes longer: it may wait in a queue for hours
 _QUEUED_AFTER_NS = 60_000_000_000
-_RECHECK_NS = 30_000_000_000  # of a proposal that waits for a person
+_RECHECK_NS = 30_000_000_000  # while a proposal waits for a person
 _RETRY_NS = 5_000_000_000  # after an error of the launcher
 _STATES: dict[ObservedState, LaunchState] = {
     "ready": "waiting",

@@ -27,7 +27,7 @@ def slurm(wait_for: Callable[..., Any]) -> Iterator[SlurmCluster]:
     directory = Path(tempfile.mkdtemp(prefix="paceline-slurm-"))  # munge wants a short path
     cluster = SlurmCluster(directory, nodes=4)
     before = os.environ.get("SLURM_CONF")
-    os.environ["SLURM_CONF"] = cluster.environment["SLURM_CONF"]  # of the server in this process
+    os.environ["SLURM_CONF"] = cluster.environment["SLURM_CONF"]  # the server is in this process
     try:
         cluster.start(wait_for)
         yield cluster

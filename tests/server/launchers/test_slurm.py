@@ -74,7 +74,7 @@ def check_of(slurm: SlurmCluster, job: str, *exclude: str, training: bool = True
 
 
 class TestRefusals:
-    """What a check answers before anything is stopped."""
+    """Checks before anything is stopped."""
 
     pytestmark = real_slurm
 

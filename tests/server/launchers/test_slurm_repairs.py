@@ -75,8 +75,8 @@ def train(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Callable[..., SlurmTr
             slurm.resume(node)
 
 
-class Shown:
-    """What the server shows about a job."""
+class JobPage:
+    """A job as the server shows it."""
 
     def __init__(self, server: Any, job: SlurmTraining) -> None:
         self._client, self._name = server.client, job.name
@@ -107,7 +107,7 @@ def test_a_crashed_job_is_requeued_once(
     server = run_server(launcher_mode="auto")
     agents = start_agents(server.url)
     job = train(agents.directory)
-    shown = Shown(server, job)
+    shown = JobPage(server, job)
     wait_for(lambda: shown.trains(0), "training")
     os.kill(job.pid(1), signal.SIGKILL)
     wait_for(lambda: shown.trains(100), "training after the requeue")
@@ -148,7 +148,7 @@ def test_fifty_faults_are_repaired_once_each(
     server = run_server(launcher_mode="auto", policy=tmp_path / "policy.toml")
     agents = start_agents(server.url)
     job = train(agents.directory, options="--open-mode=append")
-    shown = Shown(server, job)
+    shown = JobPage(server, job)
     wait_for(lambda: shown.trains(0), "training")
     found: list[tuple[str, float, float]] = []
     for count in range(REPAIRS):
@@ -197,7 +197,7 @@ def test_ranks_that_outlive_their_run_are_reported_and_not_mixed(
     server = run_server(launcher_mode="auto")
     agents = start_agents(server.url)
     job = train(agents.directory, options="--open-mode=append")
-    shown = Shown(server, job)
+    shown = JobPage(server, job)
     wait_for(lambda: shown.trains(0), "training")
     old, node = job.pid(1), job.node(1)
     slurm.kill_node(node)
@@ -236,7 +236,7 @@ def test_a_hung_rank_of_torch_is_repaired(
     server = run_server(launcher_mode="auto")
     agents = start_agents(server.url)
     job = train(agents.directory, "gloo", options="--open-mode=append")
-    shown = Shown(server, job)
+    shown = JobPage(server, job)
     wait_for(lambda: shown.trains(0), "training", seconds=120.0)
     os.kill(job.pid(1), signal.SIGSTOP)
     wait_for(lambda: shown.trains(100), "the next run", seconds=120.0)
@@ -255,7 +255,7 @@ def test_in_mode_approve_a_person_decides(
     server = run_server()
     agents = start_agents(server.url)
     job = train(agents.directory, options="--open-mode=append")
-    shown = Shown(server, job)
+    shown = JobPage(server, job)
     wait_for(lambda: shown.trains(0), "training")
     assert shown.job()["mode"] == "approve"
     os.kill(job.pid(0), signal.SIGKILL)
@@ -276,7 +276,7 @@ def test_a_canceled_job_stays_canceled(
     server = run_server(launcher_mode="auto")
     agents = start_agents(server.url)
     job = train(agents.directory)
-    shown = Shown(server, job)
+    shown = JobPage(server, job)
     wait_for(lambda: shown.trains(0), "training")
     slurm.cancel(job.id)
     wait_for(lambda: shown.job()["state"] == "stopped", "the end")
