@@ -241,6 +241,8 @@ class SlurmLauncher:
         """Return the nodes of an expression such as n[0-3]."""
         if not expression or expression == "(null)":
             return []
+        if "[" not in expression:
+            return expression.split(",")
         return self._run("scontrol", "show", "hostnames", expression).split()
 
     # --- begin -----------------------------------------------------------------------------
@@ -249,7 +251,7 @@ class SlurmLauncher:
         """Do the next external action, if one is due. Raises LauncherError."""
         job, name = seen.content, request.launch.job
         assert isinstance(job, SlurmJob)
-        if self._drain_next(request):
+        if request.action_id not in self._configured and self._drain_next(request):
             return
         if job.restarts == request.launch.restarts:
             if seen.state == "ready":

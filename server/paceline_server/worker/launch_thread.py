@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 LEASE = "launches"
 _POLL_SECONDS = 1.0
 _STALLED_SECONDS = 120.0  # longer than a pass with several commands that reach their time limit
-_BEGUN_NS = 200_000_000  # between two observations of a request that is on its way
+_BEGUN_NS = 100_000_000  # between two observations of a request that is on its way
 _QUEUED_NS = 2_000_000_000  # the same once that takes longer: it may wait in a queue for hours
 _QUEUED_AFTER_NS = 60_000_000_000
 _RECHECK_NS = 30_000_000_000  # while a proposal waits for a person
@@ -165,7 +165,7 @@ class LaunchThread:
         state = _STATES[seen.state]
         is_final = state != "waiting"
         is_slow = now_ns - row.created_ns > _QUEUED_AFTER_NS
-        next_ns = now_ns + (_QUEUED_NS if is_slow else _BEGUN_NS // 2)
+        next_ns = now_ns + (_QUEUED_NS if is_slow else _BEGUN_NS)
         self._record(row, LaunchResult(state=state, detail=seen.detail), next_ns, is_final=is_final)
         if not is_final:
             launcher.begin(intent, seen)  # the lease was confirmed by the transaction above

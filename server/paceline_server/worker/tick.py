@@ -80,8 +80,13 @@ class JobWorker:
         settings: TickSettings,
         lease: JobLease,
         clock: Callable[[], int],
+        *,
+        is_continued: bool = False,
     ) -> None:
-        """Rebuild the engine, which takes long if the log is long."""
+        """Rebuild the engine, which takes long if the log is long.
+
+        `is_continued`: this process worked on the job until now, so nothing was missed.
+        """
         self._database = database
         self._clock = clock
         self._metrics = metrics
@@ -89,6 +94,8 @@ class JobWorker:
         self._lease = lease
         self._renewed_ns = clock()
         self._memory = load_memory(database, lease.job_id, clock, self._renew)
+        if is_continued:
+            self._memory.warm_up.skip()
         self._command_ids: Iterator[int] = iter(())
         self._written_ns = clock()
         self._engine_memory_ns = 0

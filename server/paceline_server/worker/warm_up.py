@@ -32,6 +32,10 @@ class WarmUp:
         self._done = False
         self._gaps_ns: deque[int] = deque(maxlen=_GAPS)  # intervals between the last ticks
 
+    def skip(self) -> None:
+        """End the warm-up: there was no pause."""
+        self._done = True
+
     def begin_tick(self, now_ns: int) -> None:
         """Start the warm-up again if there was a pause since the last tick.
 

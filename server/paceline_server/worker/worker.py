@@ -109,6 +109,7 @@ class Worker:
             now_ns,
         )
         self._jobs: dict[str, JobWorker] = {}
+        self._continued: set[str] = set()  # jobs to load again that had no pause: no warm-up
         self._not_before_ns: dict[str, int] = {}
         self._stop = threading.Event()
         self._last_pass = time.monotonic()
@@ -233,7 +234,16 @@ class Worker:
         _log.info("took over job %s in epoch %d", job_id, epoch)
         lease = JobLease(job_id, self._owner, epoch)
         self._leases.hold(name, epoch)
-        job = JobWorker(self._database, self._metrics, self._tick_settings, lease, self._now_ns)
+        is_continued = job_id in self._continued
+        self._continued.discard(job_id)
+        job = JobWorker(
+            self._database,
+            self._metrics,
+            self._tick_settings,
+            lease,
+            self._now_ns,
+            is_continued=is_continued,
+        )
         self._jobs[job_id] = job
         return job
 
@@ -249,6 +259,7 @@ class Worker:
     def _forget(self, job_id: str) -> None:
         self._leases.drop(lease_name(job_id))
         del self._jobs[job_id]
+        self._continued.add(job_id)
 
     def _release(self, job_id: str) -> None:
         self._leases.drop(lease_name(job_id))

@@ -108,9 +108,9 @@ def test_a_crashed_job_is_requeued_once(
     agents = start_agents(server.url)
     job = train(agents.directory)
     shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training")
+    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
     os.kill(job.pid(1), signal.SIGKILL)
-    wait_for(lambda: shown.trains(100), "training after the requeue")
+    wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
     (action,) = shown.actions()
     assert action["state"] == "done"
     assert job.requeues() == 1
@@ -149,7 +149,7 @@ def test_fifty_faults_are_repaired_once_each(
     agents = start_agents(server.url)
     job = train(agents.directory, options="--open-mode=append")
     shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training")
+    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
     found: list[tuple[str, float, float]] = []
     for count in range(REPAIRS):
         fault, rank = ("crash", "lost node")[count % 2], count // 2 % 2
@@ -157,7 +157,9 @@ def test_fifty_faults_are_repaired_once_each(
         if fault == "lost node":
             agents.kill(node)
         os.kill(job.pid(rank), signal.SIGKILL)
-        wait_for(lambda count=count: shown.trains(100 * (count + 1)), f"repair {count}")
+        wait_for(
+            lambda count=count: shown.trains(100 * (count + 1)), f"repair {count}", seconds=180.0
+        )
         action = shown.actions()[0]
         assert action["state"] == "done"
         assert job.requeues() == count + 1
@@ -198,10 +200,10 @@ def test_ranks_that_outlive_their_run_are_reported_and_not_mixed(
     agents = start_agents(server.url)
     job = train(agents.directory, options="--open-mode=append")
     shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training")
+    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
     old, node = job.pid(1), job.node(1)
     slurm.kill_node(node)
-    wait_for(lambda: shown.trains(100), "the next run", seconds=120.0)
+    wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
     assert job.requeues() == 1, "Slurm's own requeue is the one that was needed"
     assert node not in (job.node(0), job.node(1))
     os.kill(old, 0)  # it still runs
@@ -237,9 +239,9 @@ def test_a_hung_rank_of_torch_is_repaired(
     agents = start_agents(server.url)
     job = train(agents.directory, "gloo", options="--open-mode=append")
     shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training", seconds=120.0)
+    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
     os.kill(job.pid(1), signal.SIGSTOP)
-    wait_for(lambda: shown.trains(100), "the next run", seconds=120.0)
+    wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
     assert job.requeues() == 1
     (action,) = shown.actions()
     assert (action["state"], "SIGSTOP" in action["reason"]) == ("done", True)
@@ -256,13 +258,13 @@ def test_in_mode_approve_a_person_decides(
     agents = start_agents(server.url)
     job = train(agents.directory, options="--open-mode=append")
     shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training")
+    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
     assert shown.job()["mode"] == "approve"
     os.kill(job.pid(0), signal.SIGKILL)
     (action,) = wait_for(shown.actions, "the proposal")
     assert (action["state"], job.requeues()) == ("proposed", 0)
     server.client.post(f"/api/v1/actions/{action['id']}/approve").raise_for_status()
-    wait_for(lambda: shown.trains(100), "the next run")
+    wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
     assert job.requeues() == 1
 
 
@@ -277,7 +279,7 @@ def test_a_canceled_job_stays_canceled(
     agents = start_agents(server.url)
     job = train(agents.directory)
     shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training")
+    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
     slurm.cancel(job.id)
     wait_for(lambda: shown.job()["state"] == "stopped", "the end")
     assert job.requeues() == 0
