@@ -174,3 +174,20 @@ def test_coordinates_in_another_order_are_reported_as_given(
     paceline.init(dp_rank=1, pp_rank=0, topology=Topology(dp=2, pp=2))
     identity = RingReader(ring_directory / "local.g0.r2.ring").identity
     assert (identity.coordinates.dp_rank, identity.coordinates.pp_rank) == (1, 0)
+
+
+def test_a_rank_of_a_slurm_job_names_the_job_its_node_and_the_requeues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def metadata() -> dict[str, str]:
+        found = identify(rank_environment(), Topology(), Coordinates(), {}).metadata
+        return {name: value for name, value in found.items() if name.startswith("slurm_")}
+
+    for name in ("SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert metadata() == {}
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    assert metadata() == {"slurm_job": "77", "slurm_node": "n3", "slurm_restarts": "0"}
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert metadata()["slurm_restarts"] == "2"

@@ -9,10 +9,19 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from slurm_cluster import SlurmCluster
+from sqlalchemy import select
+
+from paceline_server.settings import Settings
+from paceline_server.store.database import Database
+from paceline_server.store.models import LaunchRow
+from paceline_wire.local_token import read_token, token_path
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 RANK = Path(__file__).with_name("slurm_rank.py")
@@ -284,3 +293,52 @@ def test_a_canceled_job_stays_canceled(
     wait_for(lambda: shown.job()["state"] == "stopped", "the end")
     assert job.requeues() == 0
     assert slurm.job(job.id)["JobState"] == "CANCELLED"
+
+
+def test_a_killed_server_continues_what_it_had_begun(
+    slurm: SlurmCluster,
+    run_process: Callable[..., Any],
+    start_agents: Callable[..., Any],
+    train: Callable[..., SlurmTraining],
+    wait_for: Callable[..., Any],
+    database_url: str,
+) -> None:
+    """The whole server is killed: once the request is committed, while the job is held, and once it
+    runs again."""
+    port = str(free_port())
+    database = Database(database_url)
+
+    def details() -> list[str]:
+        """Return what each request waits for, or how it ended."""
+        with database.read() as session:
+            rows = session.scalars(select(LaunchRow.result).order_by(LaunchRow.created_ns))
+            return [result.detail for result in rows]
+
+    def start() -> Any:
+        process = run_process("--port", port, "--launcher-mode", "auto")
+        process.wait_until_up()
+        return process
+
+    server = start()
+    url = f"http://127.0.0.1:{port}"
+    agents = start_agents(url)
+    token = read_token(token_path(Settings().state_directory, "operator"))
+    client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=60.0)
+    job = train(agents.directory, options="--open-mode=append")
+    shown = JobPage(SimpleNamespace(client=client), job)
+    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+    for count, moment in enumerate(("", "requeued in held state", "Slurm runs job")):
+        os.kill(job.pid(1), signal.SIGKILL)
+        wait_for(
+            lambda count=count, moment=moment: len(details()) > count and moment in details()[-1],
+            "the moment",
+            seconds=180.0,
+        )
+        server.end()
+        server = start()
+        wait_for(lambda count=count: shown.trains(100 * (count + 1)), "training", seconds=180.0)
+        assert job.requeues() == count + 1
+        assert shown.actions()[0]["state"] == "done"
+    assert len(job.starts()) == 2 * 4
+    client.close()
+    database.close()

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -413,3 +414,64 @@ def test_invalid_names_and_jobs_started_by_paceline_are_ignored(
     assert not job(own)["watched"]
     listed = server.client.get("/api/v1/jobs").json()["items"]
     assert {each["id"] for each in listed} == {own, "one"}
+
+
+def slurm(node: int, restarts: int = 0) -> dict[str, str]:
+    """Return the metadata of a rank that Slurm started."""
+    return {
+        "slurm_job": "7",
+        "slurm_node": f"node-{node}",
+        "slurm_restarts": str(restarts),
+    }
+
+
+def test_without_slurms_commands_the_proposal_has_that_as_its_reason(
+    server: Any,
+    nodes: list[SimulatedNode],
+    job: Any,
+    wait_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for number in range(2):
+        nodes[number].run_external("slurm-7", number, PAIR, metadata=slurm(number))
+    wait_for(lambda: ((job("slurm-7") or {}).get("step") or 0) >= 3, "steps")
+    assert job("slurm-7")["mode"] == "approve"
+    nodes[1].crash(1)
+    nodes[0].vanish(0)
+    wait_for(lambda: job("slurm-7")["state"] == "failed", "the end")
+    (action,) = server.client.get("/api/v1/actions?job=slurm-7").json()["items"]
+    assert (action["kind"], action["state"]) == ("restart", "failed")
+    assert action["error"].startswith("The server's host has no squeue: install Slurm's client")
+    assert not any(node.carried_out for node in nodes), "agents were commanded nothing"
+
+
+def test_a_rank_of_a_run_that_slurm_replaced_is_refused(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    """Its slurmd died: Slurm started the job on other nodes, and the old rank runs on."""
+    for number in range(2):
+        metadata = slurm(number, restarts=1)
+        nodes[number].run_external("slurm-7", number, PAIR, generation=100, metadata=metadata)
+    wait_for(lambda: ((job("slurm-7") or {}).get("step") or 0) >= 3, "steps")
+    for rank in range(2):
+        nodes[2].run_external("slurm-7", rank, PAIR, metadata=slurm(2))
+
+    def refused() -> list[dict[str, Any]]:
+        items = server.client.get("/api/v1/audit?job=slurm-7").json()["items"]
+        return [item for item in items if item["verb"] == "refused"]
+
+    wait_for(lambda: len(refused()) == 2, "the refusal")
+    assert "Rank 0 of generation 0 still runs on node-2" in refused()[-1]["detail"]
+    step = job("slurm-7")["step"]
+    wait_for(lambda: job("slurm-7")["step"] > step + 2, "steps")
+    assert (job("slurm-7")["generation"], job("slurm-7")["state"]) == (100, "running")
+    ranks = server.client.get("/api/v1/jobs/slurm-7/ranks").json()["items"]
+    assert [rank["node"] for rank in ranks] == ["node-0", "node-1"]
+
+    def incident() -> Any:
+        items = server.client.get("/api/v1/incidents?job=slurm-7").json()["items"]
+        return next((item for item in items if item["kind"] == "earlier_run"), None)
+
+    assert wait_for(incident, "the incident")["node"] == "node-2"
