@@ -13,11 +13,11 @@ from paceline_server.metrics import BackgroundMetrics
 from paceline_server.policy import Policy
 from paceline_server.store import models
 from paceline_server.store.database import Database
-from paceline_server.store.leases import LeaseLostError, acquire
+from paceline_server.store.leases import LeaseLostError, acquire, lease_name
 from paceline_server.store.log import append
 from paceline_server.worker.commit import AlertTargets
 from paceline_server.worker.snapshot import load_snapshot
-from paceline_server.worker.tick import JobLease, JobWorker, TickSettings, lease_name
+from paceline_server.worker.tick import JobLease, JobWorker, TickSettings
 from paceline_wire.batch import AgentHello, Batch, RankAttached, encode
 from paceline_wire.commands import StartRanks
 from paceline_wire.ring import Identity
