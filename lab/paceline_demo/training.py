@@ -23,20 +23,34 @@ def start_training(
     mode: str,
     *arguments: str,
     checkpoints_name: str = "checkpoints",
-    program: Sequence[str] = ("-m", "paceline_trainer"),
-    policy: Sequence[str] = (),
 ) -> str:
-    """Start the reference trainer with `paceline run`. Return the job's id.
+    """Start the reference trainer with `paceline run`. Return the job's id; see `start_job`."""
+    trainer = (sys.executable, "-m", "paceline_trainer", "--steps", "1000000", *arguments)
+    options = ("--name", "reference trainer", "--preload", "paceline_trainer.train")
+    return start_job(
+        cluster, axes, mode, trainer, options=options, checkpoints_name=checkpoints_name
+    )
+
+
+def start_job(
+    cluster: Cluster,
+    axes: tuple[int, int, int],
+    mode: str,
+    command: Sequence[str],
+    *,
+    options: Sequence[str] = (),
+    checkpoints_name: str = "checkpoints",
+) -> str:
+    """Start a job with `paceline run`. Return its id.
 
     Args:
         cluster: where to run; its server must respond.
         axes: sizes of data, pipeline and tensor parallelism.
         mode: auto, approve or observe.
-        arguments: further options of the trainer.
+        command: what each rank runs.
+        options: further options of `paceline run`.
         checkpoints_name: directory of the checkpoints within the cluster's. A job resumes from
             those that an earlier job saved there.
-        program: module or file that Python runs.
-        policy: fields of the job's policy, as `FIELD=VALUE`.
 
     Raises:
         click.ClickException: the job did not start; has the error output of `paceline run`.
@@ -47,12 +61,8 @@ def start_training(
     started = subprocess.run(
         [
             *(sys.executable, "-m", "paceline_cli", "run", "--server", cluster.url, "--detach"),
-            *("--dp", dp, "--pp", pp, "--tp", tp, "--mode", mode, "--name", "reference trainer"),
-            *("--preload", "paceline_trainer.train"),
-            *(option for value in policy for option in ("--policy", value)),
-            *("--checkpoint-directory", str(checkpoints), "--"),
-            *(sys.executable, *program, "--steps", "1000000"),
-            *arguments,
+            *("--dp", dp, "--pp", pp, "--tp", tp, "--mode", mode, *options),
+            *("--checkpoint-directory", str(checkpoints), "--", *command),
         ],
         capture_output=True,
         text=True,

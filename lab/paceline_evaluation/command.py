@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any, Protocol
 
 import click
 
@@ -15,9 +16,12 @@ from paceline_evaluation.faults import KINDS, SYNTHETIC
 from paceline_evaluation.foreign import plan
 from paceline_evaluation.foreign.arm import ForeignArm
 from paceline_evaluation.real import RealArm
+from paceline_evaluation.repair import arm as repair
+from paceline_evaluation.repair import report as repair_report
 from paceline_evaluation.scoring import TrialVerdict, figures
 
-ARMS = ("synthetic", "real", "foreign")
+ARMS = ("synthetic", "real", "foreign", "repair")
+_ALL_KINDS = tuple(dict.fromkeys((*KINDS, *repair.KINDS)))
 
 
 def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, ...]:
@@ -43,7 +47,7 @@ def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, .
     default="synthetic",
     show_default=True,
     metavar="LIST",
-    help="Comma-separated list of synthetic, real, foreign.",
+    help="Comma-separated list of synthetic, real, foreign; or repair.",
 )
 @click.option(
     "--seed",
@@ -56,7 +60,7 @@ def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, .
 )
 @click.option(
     "--kinds",
-    default=",".join(KINDS),
+    default=",".join(_ALL_KINDS),
     metavar="LIST",
     help="Comma-separated kinds of faults.  [default: all]",
 )
@@ -95,13 +99,16 @@ def evaluate(
     docs/evaluation.md. The real arm trains with real processes on this machine, takes minutes per
     kind, and skips the kinds that only the synthetic arm supports. The foreign arm runs trainings
     of torch, Hugging Face and Lightning that do not know Paceline.
+
+    The repair arm measures what becomes of trainings when something fails; see docs/reliability.md.
     """
     chosen_arms = _parse_names(ARMS, "--arms", arms)
-    chosen = _parse_names(KINDS, "--kinds", kinds)
+    chosen = _parse_names(_ALL_KINDS, "--kinds", kinds)
     supported = {
         "synthetic": KINDS,
         "real": tuple(kind for kind in KINDS if kind not in SYNTHETIC),
         "foreign": plan.KINDS,
+        "repair": repair.KINDS,
     }
     kinds_of = {
         arm: tuple(kind for kind in chosen if kind in supported[arm]) for arm in chosen_arms
@@ -112,6 +119,12 @@ def evaluate(
             f"the {' and the '.join(chosen_arms)} arm does not support these kinds",
             param_hint="--kinds",
         )
+    if "repair" in chosen_arms:
+        if len(chosen_arms) > 1:
+            raise click.BadParameter("the repair arm runs alone", param_hint="--arms")
+        result, shown = _run_repair(chosen, trials, seed, misses)
+        _print(result, shown, as_json, as_markdown, output)
+        return
     verdicts: list[TrialVerdict] = []
     skipped: list[str] = []
     progress = _ProgressLine(trials * sum(map(len, kinds_of.values())), misses)
@@ -125,15 +138,41 @@ def evaluate(
         verdicts += foreign.run(progress)
         skipped = foreign.skipped
     result = {**figures(verdicts, chosen), "skipped": skipped}
+    _print(result, report, as_json, as_markdown, output)
+
+
+class _Report(Protocol):
+    """The module that shows the figures of an arm."""
+
+    def markdown(self, figures: dict[str, Any], /) -> str: ...
+
+    def show(self, figures: dict[str, Any], /) -> list[str]: ...
+
+
+def _run_repair(
+    kinds: tuple[str, ...], trials: int, seed: int, misses: bool
+) -> tuple[dict[str, Any], _Report]:
+    arm = repair.RepairArm(kinds, trials, seed)
+    progress = _ProgressLine(arm.total, misses)
+    return repair_report.figures(arm.run(progress.add), arm.skipped), repair_report
+
+
+def _print(
+    result: dict[str, Any],
+    shown: _Report,
+    as_json: bool,
+    as_markdown: bool,
+    output: Path | None,
+) -> None:
     text = json.dumps(result, indent=2)
     if output is not None:
         output.write_text(text + "\n")
     if as_json:
         click.echo(text)
     elif as_markdown:
-        click.echo(report.markdown(result))
+        click.echo(shown.markdown(result))
     else:
-        for line in report.show(result):
+        for line in shown.show(result):
             click.echo(line)
 
 
@@ -144,10 +183,16 @@ class _ProgressLine:
         self.total, self.misses, self.done = total, misses, 0
 
     def __call__(self, verdict: TrialVerdict) -> None:
-        self.done += 1
         if self.misses:
             self._print_misses(verdict)
-        if self.done % 10 == 0 or self.done == self.total:
+        self.add(1)
+
+    def add(self, trials: int, miss: str = "") -> None:
+        """Count trials; `miss` is the text about one that is not as required."""
+        if self.misses and miss:
+            click.echo(miss, err=True)
+        before, self.done = self.done, self.done + trials
+        if self.done // 10 > before // 10 or self.done == self.total > before:
             click.echo(f"{self.done} of {self.total} trials", err=True)
 
     def _print_misses(self, verdict: TrialVerdict) -> None:

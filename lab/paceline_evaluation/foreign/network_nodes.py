@@ -71,6 +71,9 @@ class NetworkNodes:
     def cut(self, number: int) -> None:
         run("ip", "link", "set", self._port(number), "down")
 
+    def restore(self, number: int) -> None:
+        run("ip", "link", "set", self._port(number), "up")
+
     def block(self, one: int, other: int) -> None:
         route = ("route", "add", "blackhole", f"{self.address(other)}/32")
         run("ip", "-n", self.names[one], *route)

@@ -1,12 +1,10 @@
-"""The faults of the campaign, and the required outcome of each."""
+"""The faults of the repair arm, and the required outcome of each."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +13,10 @@ from typing import Any
 
 from paceline_demo.cluster import EmulatedNode
 from paceline_demo.faults import descendants
-from tests.reliability.cluster import PostgreSQL, cut_off, wait_until
-from tests.reliability.trial import WORLD, FaultPlan, Hit, RunningJob, nodes_of
+from paceline_evaluation.repair.cluster import MEMORY_CGROUP, PostgreSQL, lock_sqlite, why_missing
+from paceline_evaluation.repair.trainings import WORLD
+from paceline_evaluation.repair.trial import FaultPlan, Hit, RunningJob, nodes_of, wait_until
 
-MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
 _LIMIT_BYTES = 64 << 20
 
 
@@ -55,6 +53,9 @@ def _signaled_ranks(
     return inject
 
 
+_stopped_rank = _signaled_ranks(1, signal.SIGSTOP)
+
+
 def _ordered(kind: str, **order: Any) -> Callable[[RunningJob], Hit]:
     def inject(running: RunningJob) -> Hit:
         rank = running.chance.randrange(WORLD)
@@ -66,10 +67,14 @@ def _ordered(kind: str, **order: Any) -> Callable[[RunningJob], Hit]:
 
 def _out_of_memory(running: RunningJob) -> Hit:
     rank = running.chance.randrange(WORLD)
+    pid = next(each["pid"] for each in running.ranks() if each["rank"] == rank)
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + _LIMIT_BYTES
     cgroup = MEMORY_CGROUP / f"paceline-{running.cluster.mark}"
     cgroup.mkdir(exist_ok=True)
-    (cgroup / "memory.limit_in_bytes").write_text(str(_LIMIT_BYTES))
-    running.order(rank, kind="out-of-memory", cgroup=str(cgroup), bytes=_LIMIT_BYTES)
+    (cgroup / "memory.limit_in_bytes").write_text(str(limit))
+    (cgroup / "cgroup.procs").write_text(str(pid))
+    running.order(rank, kind="out-of-memory", bytes=4 * limit)
 
     def heal() -> None:
         with contextlib.suppress(OSError):
@@ -81,7 +86,7 @@ def _out_of_memory(running: RunningJob) -> Hit:
 
 def _poison(running: RunningJob) -> Hit:
     rank = running.chance.randrange(WORLD)
-    step = (running.job()["step"] or 0) + 5
+    step = running.log.newest() + 10
     running.order(rank, kind="poison", step=step)
     # The nodes change with the restarts.
     nodes = {node.agent_id for node in running.cluster.nodes}
@@ -124,19 +129,59 @@ def _agent_stopped(running: RunningJob) -> Hit:
 
 
 def _guard_killed(running: RunningJob) -> Hit:
-    node, hit = _some_node(running)
-    pid = next(rank["pid"] for rank in running.ranks() if rank["rank"] in hit)
-    status = Path(f"/proc/{pid}/status").read_text()
-    guard = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
-    os.kill(guard, signal.SIGKILL)
-    return Hit(f"guard of {node.agent_id} killed", hit, {node.agent_id})
+    """Kill the process that starts and watches the ranks of a node."""
+    found: dict[int, int] = {}  # guard by rank
+
+    def is_found() -> bool:
+        found.clear()
+        for rank in running.ranks():
+            parent = _parent(rank["pid"] or 0)
+            if parent is not None and _runs(parent, "supervise/guard.py"):
+                found[rank["rank"]] = parent
+        return bool(found)
+
+    wait_until(is_found, 30.0)
+    guard = running.chance.choice(sorted(set(found.values())))
+    hit = {rank for rank, parent in found.items() if parent == guard}
+    _kill([guard])
+    (node,) = nodes_of(running.ranks(), hit)
+    return Hit(f"guard of {node} killed", hit, {node})
+
+
+def _fork_server_killed(running: RunningJob) -> Hit:
+    node, _ = _some_node(running)
+    assert node.agent is not None
+    processes = descendants(node.agent.pid)
+    _kill([pid for pid in processes if _runs(pid, "supervise/fork_server.py")])
+    return Hit(f"fork server of {node.agent_id} killed", restarts=0)
+
+
+def _runs(pid: int, script: str) -> bool:
+    """Return whether a process runs this script as its main program."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return any(word.endswith(script) for word in words[:8])
+    return False
+
+
+def _parent(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("PPid:"):
+                return int(line.split()[1])
+    return None
+
+
+def _end_node(node: EmulatedNode) -> None:
+    """Kill the agent of a node and everything that it has started."""
+    assert node.agent is not None
+    _kill([*descendants(node.agent.pid), node.agent.pid])
+    node.agent.wait()
 
 
 def _node_lost(running: RunningJob) -> Hit:
     node, hit = _some_node(running)
-    assert node.agent is not None
-    _kill([*descendants(node.agent.pid), node.agent.pid])
-    node.agent.wait()
+    _end_node(node)
     return Hit(
         f"{node.agent_id} lost",
         hit,
@@ -161,13 +206,14 @@ def _drained(running: RunningJob) -> Hit:
 def _cut_off(seconds: float) -> Callable[[RunningJob], Hit]:
     def inject(running: RunningJob) -> Hit:
         node, hit = _some_node(running)
-        cut = cut_off(node.number)
-        cut.__enter__()
+        network = running.cluster.network
+        assert network is not None
+        network.cut(node.number)
         return Hit(
             f"{node.agent_id} without network for {seconds:g} s",
             hit,
             {node.agent_id},
-            heal=lambda: cut.__exit__(None, None, None),
+            heal=lambda: network.restore(node.number),
             heal_first=True,
             heal_after_seconds=seconds,
         )
@@ -233,36 +279,82 @@ def _stopped(what: str, pids: Sequence[int], seconds: float) -> Hit:
     )
 
 
-class DatabaseFaults:
-    """Faults of a PostgreSQL server."""
+def _postgresql(running: RunningJob) -> PostgreSQL:
+    assert running.cluster.postgresql is not None
+    return running.cluster.postgresql
 
-    def __init__(self, postgresql: PostgreSQL) -> None:
-        self._postgresql = postgresql
 
-    def killed(self, running: RunningJob) -> Hit:
-        self._postgresql.signal(signal.SIGKILL)
-        seconds = running.chance.uniform(0.5, 6.0)
+def _database_killed(running: RunningJob) -> Hit:
+    database, seconds = _postgresql(running), running.chance.uniform(0.5, 6.0)
+    database.signal(signal.SIGKILL)
+    return Hit(
+        f"database killed, started again after {seconds:.1f} s",
+        restarts=0,
+        heal=database.start,
+        heal_first=True,
+        heal_after_seconds=seconds,
+    )
+
+
+def _database_stopped(running: RunningJob) -> Hit:
+    database, seconds = _postgresql(running), running.chance.uniform(2.0, 12.0)
+    database.signal(signal.SIGSTOP)
+    return Hit(
+        f"database stopped for {seconds:.1f} s",
+        restarts=0,
+        heal=lambda: database.signal(signal.SIGCONT),
+        heal_first=True,
+        heal_after_seconds=seconds,
+    )
+
+
+def _database_locked(running: RunningJob) -> Hit:
+    seconds = running.chance.uniform(2.0, 12.0)
+    lock_sqlite(running.cluster.directory / "paceline.db", seconds)
+    return Hit(
+        f"another program locks the database for {seconds:.1f} s",
+        restarts=0,
+        heal_first=True,
+        heal_after_seconds=seconds,
+    )
+
+
+# A second fault at once, or during the repair of the first
+
+
+def _at_once(
+    *faults: Callable[[RunningJob], Hit], restarts: int = 1
+) -> Callable[[RunningJob], Hit]:
+    def inject(running: RunningJob) -> Hit:
+        hits = [fault(running) for fault in faults]
+
+        def heal() -> None:
+            for hit in hits:
+                hit.heal()
+
         return Hit(
-            f"database killed, started again after {seconds:.1f} s",
-            restarts=0,
-            heal=self._postgresql.start,
-            heal_first=True,
-            heal_after_seconds=seconds,
+            " and ".join(hit.text for hit in hits),
+            set().union(*(hit.ranks for hit in hits)),
+            set().union(*(hit.nodes for hit in hits)),
+            heal=heal,
+            heal_first=any(hit.heal_first for hit in hits),
+            heal_after_seconds=max(hit.heal_after_seconds for hit in hits),
         )
 
-    def stopped(self, running: RunningJob) -> Hit:
-        seconds = running.chance.uniform(2.0, 12.0)
-        self._postgresql.signal(signal.SIGSTOP)
-        return Hit(
-            f"database stopped for {seconds:.1f} s",
-            restarts=0,
-            heal=lambda: self._postgresql.signal(signal.SIGCONT),
-            heal_first=True,
-            heal_after_seconds=seconds,
-        )
+    return inject
 
 
-# A second fault during the repair of the first
+def _both_nodes_lost(running: RunningJob) -> Hit:
+    """Lose all nodes of the job; only the disk has its state."""
+    used = sorted({rank["node"] for rank in running.ranks()})
+    for agent_id in used:
+        _end_node(running.node(agent_id))
+
+    def heal() -> None:
+        for agent_id in used:
+            running.cluster.start_agent(running.node(agent_id))
+
+    return Hit(f"{' and '.join(used)} lost", set(range(WORLD)), set(used), heal=heal)
 
 
 def _during_repair(
@@ -313,7 +405,7 @@ def _damage(what: str) -> Callable[[RunningJob], Hit]:
     """Damage the newest checkpoint, then kill a rank so that the checkpoint is read."""
 
     def inject(running: RunningJob) -> Hit:
-        _, _, newest = running.committed()[-1]
+        _, newest = running.committed()[-1]
         shards = sorted(newest.glob("*.distcp"))
         shard = running.chance.choice(shards)
         file, is_damage = shard, 1
@@ -389,22 +481,16 @@ def _spare_without_mount(running: RunningJob) -> Hit:
         (node for node in running.cluster.nodes if node.agent_id not in used),
         key=lambda node: node.number,
     )
-    assert spare.agent is not None
-    _kill([*descendants(spare.agent.pid), spare.agent.pid])
-    spare.agent.wait()
+    _end_node(spare)
     script = f'mount -t tmpfs none "{running.checkpoints}" && exec "$@"'
+    usual = running.cluster.prefixes.get(spare.number, [])
     running.cluster.prefixes[spare.number] = [
+        *usual,
         *("unshare", "--mount", "--propagation", "private"),
         *("sh", "-c", script, "sh"),
     ]
     running.cluster.start_agent(spare)
-    wait_until(
-        lambda: (
-            sum(node["state"] == "ready" for node in running.client.items("/nodes"))
-            == len(running.cluster.nodes)
-        ),
-        60.0,
-    )
+    wait_until(running.has_all_nodes, 60.0)
     lost = _node_lost(running)
 
     def heal() -> None:
@@ -412,7 +498,7 @@ def _spare_without_mount(running: RunningJob) -> Hit:
         assert spare.agent is not None
         spare.agent.terminate()
         spare.agent.wait(60)
-        running.cluster.prefixes.pop(spare.number)
+        running.cluster.prefixes[spare.number] = usual
         running.cluster.start_agent(spare)
 
     return Hit(
@@ -424,74 +510,80 @@ def _spare_without_mount(running: RunningJob) -> Hit:
     )
 
 
-def plans(postgresql: PostgreSQL | None) -> list[FaultPlan]:
-    """Return all faults; those of the database need PostgreSQL."""
-    found = [
-        FaultPlan("rank killed", 8, _signaled_ranks(1)),
-        FaultPlan("rank gets SIGTERM", 3, _signaled_ranks(1, signal.SIGTERM)),
-        FaultPlan("rank gets SIGSEGV", 3, _signaled_ranks(1, signal.SIGSEGV)),
-        FaultPlan("rank stopped", 5, _signaled_ranks(1, signal.SIGSTOP)),
-        FaultPlan("two ranks killed", 6, _signaled_ranks(2)),
-        FaultPlan("all ranks killed", 4, _signaled_ranks(WORLD)),
-        FaultPlan("rank exits 0", 4, _ordered("exit", status=0)),
-        FaultPlan("rank exits 3", 2, _ordered("exit", status=3)),
-        FaultPlan("rank raises an exception", 4, _ordered("exception")),
-        FaultPlan("rank runs out of GPU memory", 2, _ordered("out-of-device-memory")),
-        FaultPlan("rank killed: out of memory", 3, _out_of_memory),
-        FaultPlan("agent killed", 6, _agent_killed, "alone"),
-        FaultPlan("agent stopped", 3, _agent_stopped, "alone"),
-        FaultPlan("agent gets SIGTERM", 4, _drained),
-        FaultPlan("guard killed", 4, _guard_killed),
-        FaultPlan("node lost", 5, _node_lost),
-        FaultPlan("server killed", 5, _server_killed, "alone"),
-        FaultPlan("server stopped", 4, _server_stopped, "alone"),
-        FaultPlan("worker killed", 4, _worker_killed, "alone"),
-        FaultPlan("worker stopped", 4, _worker_stopped, "alone"),
-        FaultPlan("rank killed, again in repair", 5, _during_repair(_any_rank_again, 2)),
-        FaultPlan("rank killed, server in repair", 4, _during_repair(_server_killed)),
-        FaultPlan("rank killed, worker in repair", 3, _during_repair(_worker_killed)),
-        FaultPlan("rank killed, agent in repair", 4, _during_repair(_agent_killed, 2)),
-        FaultPlan("checkpoint: flipped bit", 2, _damage("bit")),
-        FaultPlan("checkpoint: truncated shard", 2, _damage("truncated")),
-        FaultPlan("checkpoint: missing shard", 2, _damage("missing")),
-        FaultPlan("checkpoint: manifest", 1, _damage("manifest")),
-        FaultPlan("checkpoint: hostile metadata", 1, _damage("metadata")),
-        FaultPlan("checkpoint: not committed", 1, _damage("uncommitted")),
-        FaultPlan("spare without the mount", 2, _spare_without_mount),
-        FaultPlan("clock + 1 h", 2, _clock_jumps(3600), "alone", "clock"),
-        FaultPlan("clock - 1 h", 2, _clock_jumps(-3600), "alone", "clock"),
-        FaultPlan("clock + 3 s", 2, _clock_jumps(3), "alone", "clock"),
-        FaultPlan("clock - 3 s", 2, _clock_jumps(-3), "alone", "clock"),
-        FaultPlan("checkpoint disk full", 2, _checkpoint_disk_full, "alone", "disk"),
-        FaultPlan("server and spool disk full", 2, _spool_disk_full, "alone", "disk"),
-        FaultPlan("node without network for 2 s", 3, _cut_off(2.0), "either", "network"),
-        FaultPlan("node without network for 20 s", 4, _cut_off(20.0), "restart", "network"),
-        FaultPlan("poisoned step", 2, _poison, "end"),
-    ]
-    if postgresql is not None:
-        database = DatabaseFaults(postgresql)
-        found += [
-            FaultPlan("database killed", 4, database.killed, "alone"),
-            FaultPlan("database stopped", 4, database.stopped, "alone"),
-            FaultPlan("rank killed, database in repair", 3, _during_repair(database.stopped)),
-        ]
-    return found
+PLANS = (
+    FaultPlan("process", "rank killed", _signaled_ranks(1)),
+    FaultPlan("process", "rank gets SIGTERM", _signaled_ranks(1, signal.SIGTERM)),
+    FaultPlan("process", "rank gets SIGSEGV", _signaled_ranks(1, signal.SIGSEGV)),
+    FaultPlan("process", "rank stopped", _signaled_ranks(1, signal.SIGSTOP)),
+    FaultPlan("process", "rank exits 0", _ordered("exit", status=0)),
+    FaultPlan("process", "rank exits 3", _ordered("exit", status=3)),
+    FaultPlan("process", "rank raises an exception", _ordered("exception")),
+    FaultPlan("process", "rank runs out of GPU memory", _ordered("out-of-device-memory")),
+    FaultPlan("process", "rank killed: out of memory", _out_of_memory, needs="memory group"),
+    FaultPlan("process", "poisoned step", _poison, "end"),
+    FaultPlan("node", "node lost", _node_lost),
+    FaultPlan("node", "agent killed", _agent_killed, "alone"),
+    FaultPlan("node", "agent stopped", _agent_stopped, "alone"),
+    FaultPlan("node", "agent gets SIGTERM", _drained),
+    FaultPlan("network", "node without network for 2 s", _cut_off(2.0), "either", needs="network"),
+    FaultPlan("network", "node without network for 20 s", _cut_off(20.0), needs="network"),
+    FaultPlan("disk", "checkpoint: flipped bit", _damage("bit"), needs_manifests=True),
+    FaultPlan("disk", "checkpoint: truncated shard", _damage("truncated"), needs_manifests=True),
+    FaultPlan("disk", "checkpoint: missing shard", _damage("missing"), needs_manifests=True),
+    FaultPlan("disk", "checkpoint: manifest", _damage("manifest"), needs_manifests=True),
+    FaultPlan("disk", "checkpoint: hostile metadata", _damage("metadata"), needs_manifests=True),
+    FaultPlan("disk", "checkpoint: not committed", _damage("uncommitted"), needs_manifests=True),
+    FaultPlan(
+        *("disk", "checkpoint disk full", _checkpoint_disk_full, "alone"),
+        needs="disk",
+        needs_manifests=True,
+    ),
+    FaultPlan(
+        *("disk", "server and spool disk full", _spool_disk_full, "alone", "sqlite"),
+        needs="disk",
+        needs_manifests=True,
+    ),
+    FaultPlan("disk", "spare without the mount", _spare_without_mount, needs="root"),
+    FaultPlan("clock", "clock + 1 h", _clock_jumps(3600), "alone", needs="clock"),
+    FaultPlan("clock", "clock - 1 h", _clock_jumps(-3600), "alone", needs="clock"),
+    FaultPlan("clock", "clock + 3 s", _clock_jumps(3), "alone", needs="clock"),
+    FaultPlan("clock", "clock - 3 s", _clock_jumps(-3), "alone", needs="clock"),
+    FaultPlan("database", "database killed", _database_killed, "alone", "postgresql"),
+    FaultPlan("database", "database stopped", _database_stopped, "alone", "postgresql"),
+    FaultPlan("database", "database locked", _database_locked, "alone", "sqlite"),
+    FaultPlan("server", "server killed", _server_killed, "alone"),
+    FaultPlan("server", "server stopped", _server_stopped, "alone"),
+    FaultPlan("server", "worker killed", _worker_killed, "alone"),
+    FaultPlan("server", "worker stopped", _worker_stopped, "alone"),
+    FaultPlan("launcher", "guard killed", _guard_killed),
+    FaultPlan("launcher", "fork server killed", _fork_server_killed, "alone"),
+    FaultPlan("two_faults", "two ranks killed", _signaled_ranks(2)),
+    FaultPlan("two_faults", "all ranks killed", _signaled_ranks(WORLD)),
+    FaultPlan("two_faults", "both nodes lost", _both_nodes_lost),
+    FaultPlan("two_faults", "rank and server killed", _at_once(_signaled_ranks(1), _server_killed)),
+    FaultPlan(
+        *("two_faults", "rank and fork server killed"),
+        _at_once(_fork_server_killed, _signaled_ranks(1)),
+    ),
+    FaultPlan("two_faults", "rank stopped, agent killed", _at_once(_stopped_rank, _agent_killed)),
+    FaultPlan(
+        "during_recovery", "rank killed, again in repair", _during_repair(_any_rank_again, 2)
+    ),
+    FaultPlan("during_recovery", "rank killed, node lost in repair", _during_repair(_node_lost, 2)),
+    FaultPlan("during_recovery", "rank killed, server in repair", _during_repair(_server_killed)),
+    FaultPlan("during_recovery", "rank killed, worker in repair", _during_repair(_worker_killed)),
+    FaultPlan("during_recovery", "rank killed, agent in repair", _during_repair(_agent_killed, 2)),
+    FaultPlan("during_recovery", "rank killed, guard in repair", _during_repair(_guard_killed, 2)),
+    FaultPlan(
+        *("during_recovery", "rank killed, database in repair"),
+        *(_during_repair(_database_stopped), "restart", "postgresql"),
+    ),
+)
+KINDS = tuple(dict.fromkeys(plan.kind for plan in PLANS))
 
 
-def needs(plan: FaultPlan) -> str | None:
-    """Return the requirement of a fault that this machine does not meet."""
-    tools = {"network": ("ip",), "disk": ("mount",), "clock": ("gcc",)}
-    missing = [tool for tool in tools.get(plan.session, ()) if shutil.which(tool) is None]
-    if missing:
-        return missing[0]
-    if plan.name.endswith("out of memory") and not os.access(MEMORY_CGROUP, os.W_OK):
-        return "a memory control group"
-    is_root = os.geteuid() == 0
-    return None if is_root or plan.session == "default" else "root"
-
-
-def mount_small_disk(directory: Path, mebibytes: int) -> Callable[[], None]:
-    """Mount a small disk on a directory; return a function that unmounts it."""
-    options = f"size={mebibytes}m"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(directory)], check=True)
-    return lambda: subprocess.run(["umount", "--lazy", str(directory)], check=True) and None
+def why_not(plan: FaultPlan) -> str | None:
+    """Return why this machine cannot have the fault; None if it can."""
+    if plan.database == "postgresql" and (reason := why_missing("postgresql")):
+        return reason
+    return None if plan.needs is None else why_missing(plan.needs)

@@ -1,0 +1,182 @@
+"""Runs the trials of the repair arm, one after another, and the same faults under torchrun."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import click
+
+from paceline_cli.client import Client
+from paceline_demo.training import stop_jobs
+from paceline_evaluation.repair import ettr, faults, noise, torchrun
+from paceline_evaluation.repair.cluster import Database, RepairCluster, why_missing
+from paceline_evaluation.repair.schedule import Trial, draw, groups
+from paceline_evaluation.repair.trainings import Training, available_trainings
+from paceline_evaluation.repair.trial import FinalState, RunningJob, TrialResult, is_good, play
+
+KINDS = ("none", *faults.KINDS, "mttf_60")
+_FAULTS_PER_JOB = 30
+
+Report = Callable[[int, str], None]  # number of trials done, and what to print about a bad one
+
+
+@dataclass
+class RepairResults:
+    """What the arm has measured."""
+
+    trials: list[TrialResult] = field(default_factory=list)
+    baseline: list[TrialResult] = field(default_factory=list)
+    final_states: list[FinalState] = field(default_factory=list)
+    healthy: noise.Healthy | None = None
+    ettr: list[ettr.Ettr] = field(default_factory=list)
+
+
+class RepairArm:
+    """Runs `trials` faults of each of `kinds`; `skipped` says what cannot run here, and why."""
+
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        trials: int,
+        seed: int,
+        trainings: Sequence[str] | None = None,
+    ) -> None:
+        available, skipped = available_trainings()
+        self.trainings = [one for one in available if trainings is None or one.name in trainings]
+        reasons = {plan.name: faults.why_not(plan) for plan in faults.PLANS if plan.kind in kinds}
+        self.skipped = [*skipped, *(f"{name}: {why}" for name, why in reasons.items() if why)]
+        self.kinds, self.count, self.seed = kinds, trials, seed
+        self._usual: Database = "sqlite" if why_missing("postgresql") else "postgresql"
+        self.trials = draw(
+            [kind for kind in kinds if kind in faults.KINDS],
+            trials,
+            seed,
+            self.trainings,
+            [plan for plan in faults.PLANS if plan.kind in kinds and not reasons[plan.name]],
+            self._usual,
+        )
+        self._jobs = 0
+
+    @property
+    def total(self) -> int:
+        """Number of trials, those of the baseline included."""
+        others = sum(kind in self.kinds for kind in ("none", "mttf_60", "mttf_60")) * self.count
+        return len(self.trials) + len(self._baseline()) + others
+
+    def _baseline(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.plan.name in torchrun.FAULTS]
+
+    def run(self, report: Report) -> RepairResults:
+        """Run all trials. The first fault that cannot be played ends its job, not the arm."""
+        results = RepairResults()
+        for database, trials in groupby(self.trials, key=lambda trial: trial.database):
+            cluster = RepairCluster(database)
+            with cluster.running():
+                self._play_all(cluster, list(trials), results, report)
+        if same := self._baseline():
+            results.baseline = torchrun.play_all(same, report)
+        if "none" in self.kinds:
+            results.healthy = self._watch_healthy(report)
+        if "mttf_60" in self.kinds:
+            results.ettr = self._measure_ettr(report)
+        return results
+
+    def _watch_healthy(self, report: Report) -> noise.Healthy:
+        """Watch healthy jobs, the trainings in turn: one minute for each trial."""
+        healthy = noise.Healthy()
+        for number in range(self.count):
+            noise.simulate(healthy, self.seed, number)
+        cluster = RepairCluster(self._usual)
+        with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
+            share = -(-self.count // len(self.trainings))
+            for number in range(self.count):
+                if number % share == 0:
+                    stop_jobs(cluster.url, cluster.operator_token)
+                    running = self._job(cluster, client, self.trainings[number // share])
+                noise.train(healthy, running, self.seed, number)
+                report(1, "")
+            stop_jobs(cluster.url, cluster.operator_token)
+        report(0, "\n".join(healthy.texts or []))
+        return healthy
+
+    def _measure_ettr(self, report: Report) -> list[ettr.Ettr]:
+        training, found = self.trainings[0], []
+        cluster = RepairCluster(self._usual)
+        with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
+            running = self._job(cluster, client, training)
+            running.make_steady()
+            found.append(
+                ettr.measure("Paceline", training.name, running.log, self.count, self.seed)
+            )
+            stop_jobs(cluster.url, cluster.operator_token)
+            report(self.count, "")
+        with torchrun.jobs() as make:
+            job = make(training)
+            if job.make_steady():
+                found.append(
+                    ettr.measure("torchrun", training.name, job.log, self.count, self.seed)
+                )
+            report(self.count, "")
+        return [one for one in found if one is not None]
+
+    def _play_all(
+        self,
+        cluster: RepairCluster,
+        trials: Sequence[Trial],
+        results: RepairResults,
+        report: Report,
+    ) -> None:
+        with Client(cluster.url, cluster.operator_token) as client:
+            for group in groups(trials, _FAULTS_PER_JOB):
+                running: RunningJob | None = None
+                for trial in group:
+                    running = running or self._job(cluster, client, trial.training)
+                    result = _played(trial, running)
+                    if result.outcome.startswith("not played"):
+                        stop_jobs(cluster.url, cluster.operator_token)
+                        running = None
+                    results.trials.append(result)
+                    report(1, "" if is_good(result) else _text(result))
+                if running is not None:
+                    self._finish(running, group, results, report)
+                stop_jobs(cluster.url, cluster.operator_token)
+
+    def _job(self, cluster: RepairCluster, client: Client, training: Training) -> RunningJob:
+        self._jobs += 1
+        return RunningJob(cluster, client, training, self._jobs)
+
+    def _finish(
+        self,
+        running: RunningJob,
+        group: Sequence[Trial],
+        results: RepairResults,
+        report: Report,
+    ) -> None:
+        if group[-1].plan.outcome == "end":
+            return  # it has ended
+        state = running.finish()
+        results.final_states.append(state)
+        if state.different != []:
+            report(0, f"{state.trainer}: the last state differs: {state}")
+
+
+def _played(trial: Trial, running: RunningJob) -> TrialResult:
+    running.chance = random.Random(trial.seed)
+    try:
+        return play(trial.plan, running)
+    except click.ClickException as error:
+        plan = trial.plan
+        return TrialResult(
+            plan.kind,
+            plan.name,
+            trial.training.name,
+            required=plan.outcome,
+            outcome=f"not played: {error.message}",
+        )
+
+
+def _text(result: TrialResult) -> str:
+    return f"{result.kind} ({result.trainer}): {result}"

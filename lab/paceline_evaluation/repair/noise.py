@@ -1,0 +1,177 @@
+"""Healthy jobs in noise: not one restart.
+
+Simulated jobs are those of the synthetic arm without a fault, with spare nodes. The engine's
+findings go to `decide` in mode `auto`, which keeps its incidents and actions from tick to tick.
+Real jobs train beside processes that use CPUs and disk.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from paceline_evaluation.emission import GENERATION, JOB, START_NS
+from paceline_evaluation.foreign.disturbance import disturb
+from paceline_evaluation.plans import draw_plan
+from paceline_evaluation.repair.trial import RunningJob, wait_until
+from paceline_evaluation.synthetic_job import SyntheticJob
+from paceline_server.decide.decide import decide
+from paceline_server.decide.types import (
+    ActionView,
+    Experience,
+    IncidentView,
+    JobSpec,
+    JobView,
+    NodeView,
+    RankView,
+)
+from paceline_server.detect.finding import Finding
+from paceline_server.policy import Policy
+
+MINUTE_SECONDS = 60.0  # of a real job, for each trial
+SIMULATED_SECONDS = 720.0  # for each trial: with 120 of them, 2 real and 24 simulated hours
+_STEPS = (300, 500)  # of a simulated job
+_LARGEST = 64  # ranks of a simulated job
+_SPARES = 2
+_STRETCH_STEPS = 16
+
+
+@dataclass
+class Healthy:
+    """How long healthy jobs ran, and what was done to them."""
+
+    real_seconds: float = 0.0
+    real_restarts: int = 0
+    real_incidents: int = 0  # above severity `info`
+    simulated_seconds: float = 0.0
+    simulated_steps: int = 0
+    simulated_jobs: int = 0
+    simulated_restarts: int = 0
+    simulated_incidents: int = 0
+    texts: list[str] | None = None
+
+
+class SimulatedJob(SyntheticJob):
+    """A synthetic job without a fault, whose findings are acted on."""
+
+    def __init__(self, seed: tuple[int, ...]) -> None:
+        chance = np.random.default_rng(seed)
+        steps = int(chance.integers(*_STEPS))
+        super().__init__("none", draw_plan("none", chance, steps, _LARGEST), steps, chance)
+        self.incidents: dict[str, IncidentView] = {}
+        self.actions: dict[str, ActionView] = {}
+        self._ids = count(1)
+
+    def run(self) -> None:
+        for first in range(0, self.record.steps, _STRETCH_STEPS):
+            self.play_steps(first, min(_STRETCH_STEPS, self.record.steps - first))
+
+    def tick(self, at_seconds: float) -> list[Finding]:
+        findings = super().tick(at_seconds)
+        now_ns = START_NS + int(at_seconds * 1e9)
+        decision = decide(
+            self._view(now_ns),
+            findings,
+            Policy(mode="auto"),
+            now_ns,
+            next_command_id=lambda: next(self._ids),
+            new_id=lambda prefix: f"{prefix}-{next(self._ids):08}",
+        )
+        self.incidents |= {one.incident_id: one for one in decision.incidents}
+        self.actions |= {one.action_id: one for one in decision.actions}
+        return findings
+
+    def restarts(self) -> list[ActionView]:
+        """Return the restarts that were begun; proposals to a person are not among them."""
+        return [
+            action for action in self.actions.values() if action.kind == "restart" and action.phases
+        ]
+
+    def _view(self, now_ns: int) -> JobView:
+        shape = self.shape
+        used = shape.node_count
+        return JobView(
+            job_id=JOB,
+            spec=JobSpec(name="healthy", argv=["train"], topology=shape.topology),
+            state="running",
+            generation=GENERATION,
+            topology=shape.topology,
+            ranks=[
+                RankView(
+                    rank=rank,
+                    agent_id=shape.node(rank),
+                    local_rank=rank % shape.ranks_per_node,
+                    gpu=rank % shape.ranks_per_node,
+                    state="attached",
+                    step=max(self.step, 0),
+                )
+                for rank in range(shape.world_size)
+            ],
+            nodes=[
+                NodeView(
+                    agent_id=f"node-{number}",
+                    address=f"10.0.0.{number}",
+                    rendezvous_port=29500,
+                    slots=shape.ranks_per_node,
+                    gpus=list(range(shape.ranks_per_node)),
+                    last_seen_ns=now_ns,
+                    boot_id="boot",
+                    job=JOB if number < used else None,
+                )
+                for number in range(used + _SPARES)
+            ],
+            incidents=[one for one in self.incidents.values() if one.state != "resolved"],
+            actions=[one for one in self.actions.values() if one.finished_ns is None],
+            highest_step=max(self.step, 0),
+            checkpoint_step=max(self.step, 0),
+            first_step=0,
+            experience=Experience(),
+            can_checkpoint=True,
+            step_seconds=self.seconds / max(self.step, 1) or None,
+        )
+
+
+def simulate(healthy: Healthy, seed: int, number: int) -> None:
+    """Add SIMULATED_SECONDS of healthy simulated jobs."""
+    begun = healthy.simulated_seconds
+    for attempt in count():
+        job = SimulatedJob((seed, number, attempt))
+        job.run()
+        healthy.simulated_jobs += 1
+        healthy.simulated_seconds += job.seconds
+        healthy.simulated_steps += job.record.steps
+        healthy.simulated_restarts += len(job.restarts())
+        incidents = [one for one in job.incidents.values() if one.finding.severity != "info"]
+        healthy.simulated_incidents += len(incidents)
+        healthy.texts = [
+            *(healthy.texts or []),
+            *(f"simulated {job.shape.text}: {action.reason}" for action in job.restarts()),
+            *(f"simulated {job.shape.text}: {one.finding.summary}" for one in incidents),
+        ]
+        if healthy.simulated_seconds - begun >= SIMULATED_SECONDS:
+            return
+
+
+def train(healthy: Healthy, running: RunningJob, seed: int, number: int) -> None:
+    """Add a minute of a real job in noise."""
+    running.make_steady()
+    chance = random.Random(f"{seed} none {number}")
+    hogs, is_disk_busy = chance.choice((0, 0, 1, 2)), chance.random() < 0.3
+    incidents, generation = set(running.incidents()), running.job()["generation"]
+    environment = running.cluster.environment()
+    with disturb(
+        hogs,
+        is_disk_busy=is_disk_busy,
+        directory=running.cluster.memory,
+        environment=environment,
+    ):
+        wait_until(lambda: False, MINUTE_SECONDS, 1.0)
+    healthy.real_seconds += MINUTE_SECONDS
+    healthy.real_restarts += running.job()["generation"] - generation
+    new = [one for key, one in running.incidents().items() if key not in incidents]
+    serious = [one["summary"] for one in new if one["severity"] != "info"]
+    healthy.real_incidents += len(serious)
+    healthy.texts = [*(healthy.texts or []), *serious]

@@ -1,0 +1,200 @@
+"""The repair arm: its schedule, its judgments, and real trials of each training."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from paceline_evaluation.command import evaluate
+from paceline_evaluation.repair import ettr, report
+from paceline_evaluation.repair.arm import RepairArm, RepairResults
+from paceline_evaluation.repair.faults import KINDS, PLANS
+from paceline_evaluation.repair.noise import SimulatedJob
+from paceline_evaluation.repair.schedule import draw, groups
+from paceline_evaluation.repair.torchrun import FAULTS
+from paceline_evaluation.repair.trainings import TRAININGS, WORLD, StepLog
+from paceline_evaluation.repair.trial import TrialResult, is_good, judge_recovery
+from paceline_server.decide.interval_advice import overhead_ratio
+
+OLD, NEW = 100, 200  # pids of rank 0
+
+
+# The schedule
+
+
+def test_the_same_seed_draws_the_same_faults_and_each_fault_and_training_occurs() -> None:
+    trials = draw(KINDS, 40, 5, TRAININGS)
+    assert trials == draw(KINDS, 40, 5, TRAININGS)
+    assert trials != draw(KINDS, 40, 6, TRAININGS)
+    assert {trial.plan.name for trial in trials} == {plan.name for plan in PLANS}
+    assert Counter(trial.plan.kind for trial in trials) == dict.fromkeys(KINDS, 40)
+    for kind in KINDS:
+        assert len({one.training.name for one in trials if one.plan.kind == kind}) >= 4
+    assert len({trial.seed for trial in trials}) == len(trials)
+
+
+def test_a_job_has_one_training_and_its_last_fault_is_the_one_that_ends_it() -> None:
+    trials = draw(KINDS, 40, 7, TRAININGS)
+    jobs = list(groups(trials, 10))
+    assert [trial for job in jobs for trial in job] == trials
+    for job in jobs:
+        assert len({(trial.training.name, trial.database) for trial in job}) == 1
+        assert len(job) <= 10
+        assert all(trial.plan.outcome != "end" for trial in job[:-1])
+
+
+def test_a_fault_of_paceline_s_checkpoints_hits_only_trainings_that_have_them() -> None:
+    for trial in draw(("disk",), 60, 1, TRAININGS):
+        assert trial.training.has_manifests or not trial.plan.needs_manifests
+
+
+def test_every_fault_under_torchrun_is_one_of_the_arm() -> None:
+    assert FAULTS.keys() <= {plan.name for plan in PLANS}
+
+
+# The judgment
+
+
+def write(directory: Path, *steps: tuple[int, int, float], late: int = 0) -> StepLog:
+    """Write the log of all ranks: pid of rank 0, completed steps, seconds; `late` lags a step."""
+    for rank in range(WORLD):
+        lines = [f"{pid + rank} {step} {round(at * 1e9)}\n" for pid, step, at in steps]
+        (directory / f"steps.{rank}").write_text("".join(lines[: len(lines) - late * (rank == 3)]))
+    return StepLog(directory)
+
+
+def pids(first: int) -> dict[int, int]:
+    return {rank: first + rank for rank in range(WORLD)}
+
+
+def judged(log: StepLog, newest: int, committed: list[tuple[int, Path]]) -> TrialResult:
+    result = TrialResult("process", "rank killed", "ddp", outcome="recovered", is_right=True)
+    judge_recovery(result, log, pids(OLD), newest, 10.0, committed)
+    return result
+
+
+def test_steps_are_lost_from_the_newest_common_step_to_the_one_resumed(tmp_path: Path) -> None:
+    log = write(tmp_path, (OLD, 24, 8.9), (OLD, 25, 9.0), (NEW, 21, 15.5), (NEW, 22, 15.6))
+    result = judged(log, newest=25, committed=[(10, tmp_path), (20, tmp_path)])
+    assert (result.lost_steps, result.seconds, result.steps_destroyed) == (5, 5.5, 0)
+    assert is_good(result)
+
+
+def test_steps_before_the_newest_intact_checkpoint_count_as_destroyed(tmp_path: Path) -> None:
+    log = write(tmp_path, (OLD, 25, 9.0), (NEW, 11, 15.5))
+    result = judged(log, newest=25, committed=[(10, tmp_path), (20, tmp_path)])
+    assert (result.lost_steps, result.steps_destroyed) == (15, 10)
+    assert not is_good(result)
+
+
+def test_a_step_counts_once_all_ranks_have_finished_it(tmp_path: Path) -> None:
+    log = write(tmp_path, (OLD, 25, 9.0), (NEW, 26, 15.5), late=1)
+    assert log.newest() == 25
+    assert log.first_common(pids(NEW)) is None
+    write(tmp_path, (OLD, 25, 9.0), (NEW, 26, 15.5))
+    first = log.first_common(log.pids())
+    assert first is not None
+    assert (first.completed, log.newest()) == (26, 26)
+
+
+def test_the_log_is_read_as_it_grows_and_a_half_written_line_is_left(tmp_path: Path) -> None:
+    log = write(tmp_path, (OLD, 1, 1.0))
+    assert log.newest() == 1
+    for rank in range(WORLD):
+        with (tmp_path / f"steps.{rank}").open("a") as file:
+            file.write(f"{OLD + rank} 2 2000000000\n{OLD + rank} 3 30")
+    assert log.newest() == 2
+    assert log.step_seconds() == 1.0
+    assert log.longest_pause(1.0, 4.5) == 2.5
+
+
+def test_a_wrong_restart_or_a_duplicate_is_not_good() -> None:
+    result = TrialResult("server", "server killed", "ddp", outcome="left alone", is_right=True)
+    assert is_good(result)
+    assert not is_good(TrialResult(**{**vars(result), "wrong_restarts": 1}))
+    assert not is_good(TrialResult(**{**vars(result), "duplicates": 1}))
+
+
+# The figures
+
+
+def test_the_optimum_is_that_of_free_checkpoints_after_each_step() -> None:
+    downtime, step, mttf = 6.0, 0.1, 60.0
+    assert ettr.optimum(downtime, step, mttf) == pytest.approx(
+        1.0 - downtime / mttf - overhead_ratio(0.0, step, mttf)
+    )
+    found = ettr.result("Paceline", "ddp", 600.0, 5_300, 0.1, [6.0] * 10)
+    assert found.measured == pytest.approx(530 / 600)
+    assert found.ratio == pytest.approx(found.measured / 0.8991667)
+
+
+def test_json_has_the_documented_keys_and_the_same_faults_stand_beside_torchrun() -> None:
+    killed = TrialResult("process", "rank killed", "ddp", outcome="recovered", is_right=True)
+    killed.seconds, killed.lost_steps, killed.restarts = 8.0, 3, 1
+    other = TrialResult("server", "server killed", "ddp", outcome="left alone", is_right=True)
+    baseline = TrialResult("process", "rank killed", "ddp", launcher="torchrun")
+    results = RepairResults(trials=[killed, other], baseline=[baseline])
+    results.ettr.append(ettr.result("Paceline", "ddp", 600.0, 5_300, 0.1, [6.0] * 10))
+    found = json.loads(json.dumps(report.figures(results, ["clock: needs root"])))
+    assert list(found["by_kind"]) == ["process", "server"]
+    assert {"overall", "by_way", "by_trainer", "skipped"} <= found.keys()
+    overall = found["overall"]
+    assert (overall["n"], overall["right"], overall["recovered"]) == (2, 2, 1)
+    assert (overall["steps_lost_most"], overall["seconds_p50"]) == (3, 8.0)
+    assert found["torchrun"]["paceline"]["n"] == found["torchrun"]["overall"]["n"] == 1
+    assert found["torchrun"]["overall"]["right"] == 0
+    lines = report.markdown(found).splitlines()
+    assert lines[0].startswith("| fault | n | right |")
+    assert any("of the optimum" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arms", "repair,real"], "the repair arm runs alone"),
+        (["--arms", "repair", "--kinds", "gc"], "the repair arm does not support these kinds"),
+        (["--kinds", "clock"], "the synthetic arm does not support these kinds"),
+    ],
+)
+def test_an_option_that_the_arm_lacks_is_refused(arguments: list[str], message: str) -> None:
+    ended = CliRunner().invoke(evaluate, arguments)
+    assert ended.exit_code == 2
+    assert message in ended.stderr
+
+
+def test_a_healthy_simulated_job_is_not_restarted() -> None:
+    job = SimulatedJob((3, 1))
+    job.run()
+    assert job.seconds > 0
+    assert job.restarts() == []
+
+
+# Real trials
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("training", [training.name for training in TRAININGS])
+def test_a_killed_rank_costs_one_restart_and_no_bit_of_the_last_state(training: str) -> None:
+    arm = RepairArm(("process",), 0, 1, (training,))
+    plan = next(plan for plan in PLANS if plan.name == "rank killed")
+    arm.trials = draw(("process",), 1, 1, arm.trainings, (plan,))
+    results = arm.run(lambda _, text: print(text))
+    assert [result.restarts for result in results.trials] == [1]
+    assert all(is_good(result) for result in results.trials), results.trials
+    assert [state.different for state in results.final_states] == [[]]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(8 * 3600)
+def test_every_fault_is_recovered_or_rightly_left_alone() -> None:
+    """500 faults and more: the figures of `docs/reliability.md`."""
+    arm = RepairArm(KINDS, 50, 1)
+    results = arm.run(lambda _, text: print(text))
+    assert len(results.trials) >= 500
+    assert [result for result in results.trials if not is_good(result)] == []
+    assert [state for state in results.final_states if state.different != []] == []
