@@ -25,7 +25,7 @@ Report = Callable[[int, str], None]  # number of trials done, and what to print 
 
 @dataclass
 class RepairResults:
-    """What the arm has measured."""
+    """The outcomes of all trials, and the other measurements."""
 
     trials: list[TrialResult] = field(default_factory=list)
     baseline: list[TrialResult] = field(default_factory=list)

@@ -31,9 +31,9 @@ from paceline_server.decide.types import (
 from paceline_server.detect.finding import Finding
 from paceline_server.policy import Policy
 
-MINUTE_SECONDS = 60.0  # of a real job, for each trial
+MINUTE_SECONDS = 60.0  # a real job, for each trial
 SIMULATED_SECONDS = 720.0  # for each trial: with 120 of them, 2 real and 24 simulated hours
-_STEPS = (300, 500)  # of a simulated job
+_STEPS = (300, 500)  # number that a simulated job has
 _LARGEST = 64  # ranks of a simulated job
 _SPARES = 2
 _STRETCH_STEPS = 16
@@ -41,7 +41,7 @@ _STRETCH_STEPS = 16
 
 @dataclass
 class Healthy:
-    """How long healthy jobs ran, and what was done to them."""
+    """The time of healthy jobs, and the actions and incidents in it."""
 
     real_seconds: float = 0.0
     real_restarts: int = 0

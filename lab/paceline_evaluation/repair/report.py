@@ -53,7 +53,7 @@ def figures(results: RepairResults, skipped: Sequence[str]) -> dict[str, Any]:
     same = [one for one in results.trials if (one.fault, one.trainer) in compared]
     found["torchrun"] = {
         "overall": _figures(results.baseline),
-        "paceline": _figures(same),  # of the same faults
+        "paceline": _figures(same),  # the same faults
         "by_way": {
             name: _figures([one for one in results.baseline if one.fault == name])
             for name in dict.fromkeys(one.fault for one in results.baseline)

@@ -1,4 +1,4 @@
-"""The trainings of the repair arm, and what they log about their steps."""
+"""The trainings of the repair arm, and the log of their steps."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Step(NamedTuple):
 
 
 class StepLog:
-    """What the ranks of a training have logged, read as it grows."""
+    """The finished steps of all ranks, read from their files as these grow."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -123,13 +123,13 @@ def is_good(result: TrialResult) -> bool:
 
 @dataclass
 class RunningJob:
-    """A job on a cluster, and what the arm knows about it."""
+    """A job on a cluster, its log and its files."""
 
     cluster: RepairCluster
     client: Client
     training: Training
     number: int
-    chance: random.Random = field(default_factory=random.Random)  # of the trial
+    chance: random.Random = field(default_factory=random.Random)  # random choices of the trial
     job_id: str = ""
     faults: int = 0
 

@@ -1,4 +1,4 @@
-"""What a training does on order, and what it logs about its steps.
+"""The orders for a training, and the log of its steps.
 
 The directory ORDERS, shared by all ranks, has
 
