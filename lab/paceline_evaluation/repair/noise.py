@@ -57,10 +57,12 @@ class Healthy:
 class SimulatedJob(SyntheticJob):
     """A synthetic job without a fault, whose findings are acted on."""
 
-    def __init__(self, seed: tuple[int, ...]) -> None:
+    def __init__(
+        self, seed: tuple[int, ...], largest: int = _LARGEST, steps: tuple[int, int] = _STEPS
+    ) -> None:
         chance = np.random.default_rng(seed)
-        steps = int(chance.integers(*_STEPS))
-        super().__init__("none", draw_plan("none", chance, steps, _LARGEST), steps, chance)
+        number = int(chance.integers(*steps))
+        super().__init__("none", draw_plan("none", chance, number, largest), number, chance)
         self.incidents: dict[str, IncidentView] = {}
         self.actions: dict[str, ActionView] = {}
         self._ids = count(1)

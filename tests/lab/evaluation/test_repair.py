@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from paceline_evaluation.command import evaluate
+from paceline_evaluation.endings import crash
+from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.repair import ettr, report
 from paceline_evaluation.repair.arm import RepairArm, RepairResults
 from paceline_evaluation.repair.faults import KINDS, PLANS
@@ -167,10 +169,12 @@ def test_an_option_that_the_arm_lacks_is_refused(arguments: list[str], message: 
 
 
 def test_a_healthy_simulated_job_is_not_restarted() -> None:
-    job = SimulatedJob((3, 1))
+    job = SimulatedJob((3, 1), largest=8, steps=(40, 41))
     job.run()
     assert job.seconds > 0
     assert job.restarts() == []
+    crash(job, TrialFault("crash", job.step + 1, 1.0, ranks=(0,)))
+    assert len(job.restarts()) == 1  # the same job, once it fails
 
 
 # Real trials
