@@ -42,17 +42,20 @@ class PostgreSQL:
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="paceline-pg-"))
-        self._server: Any = None
-        self.start()
+        self._server = self._open()
         self.url: str = self._server.get_uri()
 
     def start(self) -> None:
+        """Start the server again after its end."""
+        # The library keeps servers by directory, including dead ones.
+        type(self._server)._instances.pop(self.directory.resolve(), None)
+        self._server = self._open()
+
+    def _open(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a missing XDG_RUNTIME_DIR
             pgserver = importlib.import_module("pgserver")
-        if self._server is not None:  # it caches servers by directory, including dead ones
-            type(self._server)._instances.pop(self.directory.resolve(), None)
-        self._server = pgserver.get_server(self.directory, cleanup_mode="stop")
+        return pgserver.get_server(self.directory, cleanup_mode="stop")
 
     @property
     def pid(self) -> int:

@@ -465,10 +465,14 @@ def _checkpoint_disk_full(running: RunningJob) -> Hit:
 def _spool_disk_full(running: RunningJob) -> Hit:
     filled = _filled(running.cluster.directory)
     filled.__enter__()
+
+    def heal() -> None:
+        filled.__exit__(None, None, None)
+
     return Hit(
         "disk of database, spools and logs full for 15 s",
         restarts=0,
-        heal=lambda: filled.__exit__(None, None, None),
+        heal=heal,
         heal_first=True,
         heal_after_seconds=15.0,
     )
@@ -576,7 +580,8 @@ PLANS = (
     FaultPlan("during_recovery", "rank killed, guard in repair", _during_repair(_guard_killed, 2)),
     FaultPlan(
         *("during_recovery", "rank killed, database in repair"),
-        *(_during_repair(_database_stopped), "restart", "postgresql"),
+        _during_repair(_database_stopped),
+        database="postgresql",
     ),
 )
 KINDS = tuple(dict.fromkeys(plan.kind for plan in PLANS))

@@ -158,7 +158,8 @@ class RunningJob:
         )
 
     def job(self) -> dict[str, Any]:
-        return self.client.get(f"/jobs/{self.job_id}")
+        found: dict[str, Any] = self.client.get(f"/jobs/{self.job_id}")
+        return found
 
     def ranks(self) -> list[dict[str, Any]]:
         return self.client.items(f"/jobs/{self.job_id}/ranks")
@@ -218,8 +219,8 @@ class RunningJob:
         )
 
     def has_all_nodes(self) -> bool:
-        ready = sum(node["state"] == "ready" for node in self.client.items("/nodes"))
-        return ready == len(self.cluster.nodes)
+        states = [node["state"] for node in self.client.items("/nodes")]
+        return states.count("ready") == len(self.cluster.nodes)
 
     def pids(self) -> dict[int, int]:
         """Return the process of each rank, as the server knows it."""
