@@ -141,7 +141,7 @@ def evaluate(
     _print(result, report, as_json, as_markdown, output)
 
 
-class _Report(Protocol):
+class _ArmReport(Protocol):
     """The module that shows the figures of an arm."""
 
     def markdown(self, figures: dict[str, Any], /) -> str: ...
@@ -151,7 +151,7 @@ class _Report(Protocol):
 
 def _run_repair(
     kinds: tuple[str, ...], trials: int, seed: int, misses: bool
-) -> tuple[dict[str, Any], _Report]:
+) -> tuple[dict[str, Any], _ArmReport]:
     arm = repair.RepairArm(kinds, trials, seed)
     progress = _ProgressLine(arm.total, misses)
     return repair_report.figures(arm.run(progress.add), arm.skipped), repair_report
@@ -159,7 +159,7 @@ def _run_repair(
 
 def _print(
     result: dict[str, Any],
-    shown: _Report,
+    shown: _ArmReport,
     as_json: bool,
     as_markdown: bool,
     output: Path | None,

@@ -13,7 +13,7 @@ from paceline_cli.client import Client
 from paceline_demo.training import stop_jobs
 from paceline_evaluation.repair import ettr, faults, noise, torchrun
 from paceline_evaluation.repair.cluster import Database, RepairCluster, why_missing
-from paceline_evaluation.repair.schedule import Trial, draw, groups
+from paceline_evaluation.repair.schedule import PlannedTrial, draw, groups
 from paceline_evaluation.repair.trainings import Training, available_trainings
 from paceline_evaluation.repair.trial import FinalState, RunningJob, TrialResult, is_good, play
 
@@ -66,7 +66,7 @@ class RepairArm:
         others = sum(kind in self.kinds for kind in ("none", "mttf_60", "mttf_60")) * self.count
         return len(self.trials) + len(self._baseline()) + others
 
-    def _baseline(self) -> list[Trial]:
+    def _baseline(self) -> list[PlannedTrial]:
         return [trial for trial in self.trials if trial.plan.name in torchrun.FAULTS]
 
     def run(self, report: Report) -> RepairResults:
@@ -125,7 +125,7 @@ class RepairArm:
     def _play_all(
         self,
         cluster: RepairCluster,
-        trials: Sequence[Trial],
+        trials: Sequence[PlannedTrial],
         results: RepairResults,
         report: Report,
     ) -> None:
@@ -151,7 +151,7 @@ class RepairArm:
     def _finish(
         self,
         running: RunningJob,
-        group: Sequence[Trial],
+        group: Sequence[PlannedTrial],
         results: RepairResults,
         report: Report,
     ) -> None:
@@ -163,7 +163,7 @@ class RepairArm:
             report(0, f"{state.trainer}: the last state differs: {state}")
 
 
-def _played(trial: Trial, running: RunningJob) -> TrialResult:
+def _played(trial: PlannedTrial, running: RunningJob) -> TrialResult:
     running.chance = random.Random(trial.seed)
     try:
         return play(trial.plan, running)

@@ -14,7 +14,7 @@ from paceline_evaluation.repair.trial import FaultPlan
 
 
 @dataclass(frozen=True)
-class Trial:
+class PlannedTrial:
     """One fault of one training; `seed` decides on rank, node and moment."""
 
     number: int
@@ -31,7 +31,7 @@ def draw(
     trainings: Sequence[Training],
     plans: Sequence[FaultPlan] = PLANS,
     usual: Database = "postgresql",
-) -> list[Trial]:
+) -> list[PlannedTrial]:
     """Return `trials` faults of each kind. Faults and trainings occur in turn, in random order.
 
     Trials that can share a cluster and a job follow each other, in random order; those that end the
@@ -47,7 +47,9 @@ def draw(
             training = queue.next(plan)
             if training is not None:
                 database = plan.database or usual
-                drawn.append(Trial(number, plan, training, database, f"{seed} {kind} {number}"))
+                drawn.append(
+                    PlannedTrial(number, plan, training, database, f"{seed} {kind} {number}")
+                )
     order = random.Random(f"{seed}")
     order.shuffle(drawn)
     names = [training.name for training in trainings]
@@ -80,9 +82,9 @@ class Turns:
         return found
 
 
-def groups(trials: Sequence[Trial], most: int) -> Iterator[list[Trial]]:
+def groups(trials: Sequence[PlannedTrial], most: int) -> Iterator[list[PlannedTrial]]:
     """Yield the trials of one job each: at most `most`, and none after one that ends the job."""
-    group: list[Trial] = []
+    group: list[PlannedTrial] = []
     for trial in trials:
         is_full = len(group) >= most or (group and group[-1].plan.outcome == "end")
         if group and (is_full or trial.training != group[-1].training):

@@ -27,7 +27,7 @@ from paceline_demo.cluster import MARK, free_port, processes_with, start_process
 from paceline_demo.faults import descendants
 from paceline_evaluation.foreign.network_nodes import NetworkNodes
 from paceline_evaluation.repair.cluster import why_missing
-from paceline_evaluation.repair.schedule import Trial, groups
+from paceline_evaluation.repair.schedule import PlannedTrial, groups
 from paceline_evaluation.repair.trainings import (
     LOCAL_RANKS,
     WORLD,
@@ -247,7 +247,7 @@ def jobs() -> Iterator[Callable[[Training], TorchrunJob]]:
 
 
 def play_all(
-    trials: Sequence[Trial], report: Callable[[int, str], None], most: int = 1000
+    trials: Sequence[PlannedTrial], report: Callable[[int, str], None], most: int = 1000
 ) -> list[TrialResult]:
     """Play the faults of these trials under torchrun; call `report` after each."""
     results = []
@@ -261,7 +261,7 @@ def play_all(
     return results
 
 
-def _play(trial: Trial, job: TorchrunJob) -> TrialResult:
+def _play(trial: PlannedTrial, job: TorchrunJob) -> TrialResult:
     plan = trial.plan
     result = TrialResult(
         plan.kind, plan.name, job.training.name, launcher="torchrun", required=plan.outcome

@@ -112,7 +112,7 @@ def available_trainings() -> tuple[tuple[Training, ...], tuple[str, ...]]:
     return tuple(one for one in TRAININGS if one not in missing), skipped
 
 
-class Step(NamedTuple):
+class LoggedStep(NamedTuple):
     """A step that a rank finished."""
 
     pid: int
@@ -125,10 +125,10 @@ class StepLog:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._steps: list[list[Step]] = [[] for _ in range(WORLD)]
+        self._steps: list[list[LoggedStep]] = [[] for _ in range(WORLD)]
         self._offsets = [0] * WORLD
 
-    def read(self) -> list[list[Step]]:
+    def read(self) -> list[list[LoggedStep]]:
         """Return the steps of each rank, in the order in which they were finished."""
         for rank in range(WORLD):
             path = self.directory / f"steps.{rank}"
@@ -141,7 +141,7 @@ class StepLog:
             self._offsets[rank] += len(whole)
             for line in whole.splitlines():
                 pid, completed, at_ns = line.split()
-                self._steps[rank].append(Step(int(pid), int(completed), int(at_ns) / 1e9))
+                self._steps[rank].append(LoggedStep(int(pid), int(completed), int(at_ns) / 1e9))
         return self._steps
 
     def newest(self) -> int:
@@ -157,14 +157,14 @@ class StepLog:
         steps = self.read()[rank]
         return list(dict.fromkeys(step.pid for step in steps if step.at_seconds >= since_seconds))
 
-    def of_process(self, pids: Mapping[int, int]) -> list[list[Step]]:
+    def of_process(self, pids: Mapping[int, int]) -> list[list[LoggedStep]]:
         """Return the steps that these processes have finished, by rank."""
         return [
             [step for step in steps if step.pid == pids.get(rank)]
             for rank, steps in enumerate(self.read())
         ]
 
-    def first_common(self, pids: Mapping[int, int]) -> Step | None:
+    def first_common(self, pids: Mapping[int, int]) -> LoggedStep | None:
         """Return the first step that all of these processes finished, at the time of the last."""
         firsts = [steps[0] if steps else None for steps in self.of_process(pids)]
         known = [step for step in firsts if step is not None]
@@ -239,7 +239,7 @@ def last_checkpoint(training: Training, checkpoints: Path, steps: int) -> Path |
     return found[-1] if found else None
 
 
-class Comparison(NamedTuple):
+class StateComparison(NamedTuple):
     """Two checkpoints of one step, compared value by value."""
 
     values: int
@@ -247,7 +247,7 @@ class Comparison(NamedTuple):
     largest: float  # difference of two tensors, relative to the largest value of the tensor
 
 
-def compare(one: Path, other: Path) -> Comparison:
+def compare(one: Path, other: Path) -> StateComparison:
     """Compare two checkpoints.
 
     Raises:
@@ -258,4 +258,4 @@ def compare(one: Path, other: Path) -> Comparison:
         command, capture_output=True, text=True, check=True, env={**os.environ, "PACELINE": ""}
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    return Comparison(found["values"], found["different"], found["largest"])
+    return StateComparison(found["values"], found["different"], found["largest"])

@@ -1,4 +1,4 @@
-"""Levels of ranks: a jump that noise hid is told from a steady rise."""
+"""Levels of ranks: a jump that noise hid is distinguished from a steady rise."""
 
 import numpy as np
 import pytest

@@ -28,7 +28,7 @@ ROWS = 512
 CHECKPOINT_STEPS = 20
 
 
-class Tokens(Dataset[dict[str, torch.Tensor]]):
+class Sentences(Dataset[dict[str, torch.Tensor]]):
     """Rows of random tokens."""
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ def main() -> None:
     trainer = Trainer(
         model=GPT2LMHeadModel(config),
         args=arguments,
-        train_dataset=Tokens(),
+        train_dataset=Sentences(),
         callbacks=[Obedient()],
     )
     trainer.train(resume_from_checkpoint=newest_whole_checkpoint(Path(directory)))
