@@ -34,7 +34,7 @@ CHECKPOINT_STEPS = 20
 Step = Callable[[Tensor, Tensor], None]
 
 
-class TwoLinears(nn.Module):
+class DropoutLayer(nn.Module):
     """A layer with dropout, which needs the random states of its rank."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def dataset() -> TensorDataset:
 def replicated(wrap: Callable[[nn.Sequential], Any]) -> tuple[nn.Module, Any, Step, Any]:
     """Return model, optimizer, step and loader of a training whose ranks are replicas or shards."""
     torch.manual_seed(1)
-    model = wrap(nn.Sequential(*(TwoLinears() for _ in range(LAYERS))))
+    model = wrap(nn.Sequential(*(DropoutLayer() for _ in range(LAYERS))))
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -92,7 +92,7 @@ def pipelining() -> tuple[nn.Module, Any, Step, Any]:
     """One stage per rank; all of them read the same batches."""
     rank, stages = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1 + rank)
-    module = TwoLinears()
+    module = DropoutLayer()
     stage = PipelineStage(module, rank, stages, torch.device("cpu"))
     schedule = Schedule1F1B(stage, stages, loss_fn=lambda out, y: (out - y).square().mean())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
