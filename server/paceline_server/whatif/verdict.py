@@ -64,7 +64,10 @@ def _find_cause(analysis: Analysis, repairs: Repairs) -> ReplayVerdict:
     last = max(analysis.slowdown_by_stage)
     # With a single dp rank the last stage is one worker: imbalance is the more likely cause.
     one_pipeline = len(analysis.slowdown_by_dp_rank) == 1
-    if analysis.m_w >= EXPLAINS and not (one_pipeline and m_s >= EXPLAINS):
+    # Faster workers of a stage that is slow as a whole gain nothing: their replicas are as slow.
+    are_in_last = all(analysis.places[rank][1] == last for rank in analysis.slowest_workers)
+    of_last_stage = m_s >= EXPLAINS and analysis.m_w > m_s / 2 and are_in_last
+    if (analysis.m_w >= EXPLAINS or of_last_stage) and not (one_pipeline and m_s >= EXPLAINS):
         return _slow_workers(analysis, analysis.m_w, repairs)
     if m_s >= EXPLAINS:
         share = _explained(analysis, m_s, repairs.last_stage_speedup)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,16 @@ def test_slow_worker_explains_the_slowdown(stage: int, chunks: int) -> None:
     verdict = judge(found)
     assert (verdict.kind, verdict.target) == ("slow_worker", f"rank {rank}")
     assert f"rank {rank} (dp rank 2, stage {stage})" in verdict.text
+
+
+@pytest.mark.parametrize(("m_w", "target"), [(0.4, "rank 14"), (0.2, "stage 1")])
+def test_a_worker_that_explains_most_of_its_stage_is_named_instead_of_the_stage(
+    m_w: float, target: str
+) -> None:
+    """Noise of other workers leaves less than half of the slowdown to the slow one."""
+    slow = recorded(dp=4, pp=2, tp=2, microbatches=8, pace=slow_worker(1, 3, 1.5))
+    found = dataclasses.replace(analyze(slow), m_w=m_w, m_s=0.55)
+    assert judge(found).target == target
 
 
 def test_last_stage_with_more_work_explains_the_slowdown() -> None:
