@@ -42,9 +42,8 @@ def assert_equal(directory: Path, kind: str, tier: str, kills: int, epochs: int)
     assert resumed <= {tier, "None"}  # a rank was killed before the first copy
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_a_run_with_ddp_that_is_killed_ends_bit_for_bit_the_same(tmp_path: Path, tier: str) -> None:
-    assert_equal(tmp_path, "ddp", tier, kills=3, epochs=4)
+def test_a_run_with_ddp_that_is_killed_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
+    assert_equal(tmp_path, "ddp", "memory", kills=3, epochs=4)
 
 
 @pytest.mark.campaign

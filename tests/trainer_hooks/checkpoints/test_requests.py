@@ -129,7 +129,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
             ring.close()
 
 
-@pytest.mark.parametrize("mode", ["checkpoints", "accumulating"])
+@pytest.mark.parametrize(
+    "mode", ["checkpoints", pytest.param("accumulating", marks=pytest.mark.campaign)]
+)
 def test_checkpoints_save_on_request_and_stop_on_request(
     start: Callable[..., Ranks], tmp_path: Path, mode: str
 ) -> None:
