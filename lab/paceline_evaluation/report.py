@@ -30,18 +30,17 @@ def rows(figures: dict[str, Any]) -> list[list[str]]:
 
 
 def _row(kind: str, result: dict[str, Any]) -> list[str]:
-    interval = result["ci95"]
     return [
         kind,
         str(result["n"]),
         _ratio(result["recall"]),
-        "-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}",
+        interval_text(result["ci95"]),
         _ratio(result["top1"]),
         _ratio(result["cause_accuracy"]),
-        _number(result["latency_steps_p50"]),
-        _number(result["latency_steps_p90"]),
-        _number(result["latency_seconds_p50"]),
-        _number(result["latency_seconds_p90"]),
+        number_text(result["latency_steps_p50"]),
+        number_text(result["latency_steps_p90"]),
+        number_text(result["latency_seconds_p50"]),
+        number_text(result["latency_seconds_p90"]),
         str(result["false_alarms"]),
     ]
 
@@ -56,14 +55,14 @@ def sentences(figures: dict[str, Any]) -> list[str]:
         f"F1 {_ratio(overall['f1'])}, correct subject {_ratio(overall['top1'])}, "
         f"correct cause {_ratio(overall['cause_accuracy'])}.",
         f"{overall['false_alarms_in_clean_steps']} false alarms in {overall['clean_steps']} clean "
-        f"steps: {_number(overall['false_alarms_per_10k_steps'])} per 10,000.",
+        f"steps: {number_text(overall['false_alarms_per_10k_steps'])} per 10,000.",
     ]
     if (headline := overall["headline_accuracy"]) is not None:
         result.append(f"Hangs with the right line and exits with their cause: {_ratio(headline)}.")
     if (hours := overall["clean_hours"]) is not None:
         result.append(
             f"{overall['false_alarms_in_clean_steps']} warnings in {hours:.2f} healthy hours of "
-            f"job time ({_number(overall['warnings_per_10_hours'])} per 10 hours), "
+            f"job time ({number_text(overall['warnings_per_10_hours'])} per 10 hours), "
             f"{overall['criticals']} of them critical."
         )
     result += [f"Skipped: {sentence}." for sentence in figures.get("skipped", ())]
@@ -92,5 +91,11 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _number(value: float | None) -> str:
+def interval_text(interval: Sequence[float] | None) -> str:
+    """Return a confidence interval as text."""
+    return "-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
+
+
+def number_text(value: float | None) -> str:
+    """Return a number as text; "-" if it is unknown."""
     return "-" if value is None else f"{value:g}"

@@ -155,7 +155,7 @@ class _Renewal:
             self._renew(error)
 
     def _renew(self, error: BaseException) -> None:
-        """Leave the generation and wait for the next one. Raises the error if there is none."""
+        """Leave the generation and wait for the next one. The rank ends if none follows."""
         self._link.leave_function()
         _log.warning("This rank leaves its generation: %s", _first_line(error))
         _shut_down_groups()

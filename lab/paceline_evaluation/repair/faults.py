@@ -243,13 +243,7 @@ def _server_killed(running: RunningJob) -> Hit:
     _kill([*descendants(cluster.server.pid), cluster.server.pid])
     cluster.server.wait()
     seconds = running.chance.uniform(0.5, 6.0)
-    return Hit(
-        f"server killed, started again after {seconds:.1f} s",
-        restarts=0,
-        heal=cluster.start_server,
-        heal_first=True,
-        heal_after_seconds=seconds,
-    )
+    return _away("server killed, started again after", cluster.start_server, seconds)
 
 
 def _server_stopped(running: RunningJob) -> Hit:
@@ -270,10 +264,15 @@ def _worker_stopped(running: RunningJob) -> Hit:
 
 def _stopped(what: str, pids: Sequence[int], seconds: float) -> Hit:
     _kill(pids, signal.SIGSTOP)
+    return _away(f"{what} stopped for", lambda: _kill(pids, signal.SIGCONT), seconds)
+
+
+def _away(what: str, heal: Callable[[], None], seconds: float) -> Hit:
+    """Return the loss, for some seconds, of what a job can go on without."""
     return Hit(
-        f"{what} stopped for {seconds:.1f} s",
+        f"{what} {seconds:.1f} s",
         restarts=0,
-        heal=lambda: _kill(pids, signal.SIGCONT),
+        heal=heal,
         heal_first=True,
         heal_after_seconds=seconds,
     )
@@ -287,25 +286,13 @@ def _postgresql(running: RunningJob) -> PostgreSQL:
 def _database_killed(running: RunningJob) -> Hit:
     database, seconds = _postgresql(running), running.chance.uniform(0.5, 6.0)
     database.signal(signal.SIGKILL)
-    return Hit(
-        f"database killed, started again after {seconds:.1f} s",
-        restarts=0,
-        heal=database.start,
-        heal_first=True,
-        heal_after_seconds=seconds,
-    )
+    return _away("database killed, started again after", database.start, seconds)
 
 
 def _database_stopped(running: RunningJob) -> Hit:
     database, seconds = _postgresql(running), running.chance.uniform(2.0, 12.0)
     database.signal(signal.SIGSTOP)
-    return Hit(
-        f"database stopped for {seconds:.1f} s",
-        restarts=0,
-        heal=lambda: database.signal(signal.SIGCONT),
-        heal_first=True,
-        heal_after_seconds=seconds,
-    )
+    return _away("database stopped for", lambda: database.signal(signal.SIGCONT), seconds)
 
 
 def _database_locked(running: RunningJob) -> Hit:

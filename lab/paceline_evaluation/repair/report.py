@@ -12,6 +12,7 @@ from paceline_cli import render
 from paceline_evaluation.repair.arm import RepairResults
 from paceline_evaluation.repair.ettr import Ettr
 from paceline_evaluation.repair.trial import FinalState, TrialResult, is_good
+from paceline_evaluation.report import interval_text, number_text
 from paceline_evaluation.scoring import wilson
 
 COLUMNS = (
@@ -117,18 +118,17 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _row(name: str, result: dict[str, Any], baseline: dict[str, Any] | None) -> list[str]:
-    interval = result["ci95"]
     cells = [
         name,
         str(result["n"]),
         str(result["right"]),
-        "-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}",
+        interval_text(result["ci95"]),
         str(result["wrong_restarts"]),
         str(result["duplicates"]),
-        _number(result["steps_lost_p50"]),
-        _number(result["steps_lost_most"]),
-        _number(result["seconds_p50"]),
-        _number(result["seconds_p90"]),
+        number_text(result["steps_lost_p50"]),
+        number_text(result["steps_lost_most"]),
+        number_text(result["seconds_p50"]),
+        number_text(result["seconds_p90"]),
         *(str(result[key]) for key in ("wrong_culprits", "steps_destroyed", "orphans")),
     ]
     if baseline is None:
@@ -138,8 +138,8 @@ def _row(name: str, result: dict[str, Any], baseline: dict[str, Any] | None) -> 
         str(baseline["n"]),
         str(baseline["right"]),
         str(baseline["duplicates"]),
-        _number(baseline["steps_lost_most"]),
-        _number(baseline["seconds_p50"]),
+        number_text(baseline["steps_lost_most"]),
+        number_text(baseline["seconds_p50"]),
     ]
 
 
@@ -178,8 +178,8 @@ def _compared(torchrun: dict[str, Any]) -> str:
     def text(name: str, one: dict[str, Any]) -> str:
         return (
             f"{name} recovered {one['right']} of {one['n']}, {one['duplicates']} duplicates, at "
-            f"most {_number(one['steps_lost_most'])} steps lost, median "
-            f"{_number(one['seconds_p50'])} s"
+            f"most {number_text(one['steps_lost_most'])} steps lost, median "
+            f"{number_text(one['seconds_p50'])} s"
         )
 
     return f"{text('Paceline', torchrun['paceline'])}; {text('torchrun', torchrun['overall'])}"
@@ -207,7 +207,3 @@ def show(found: dict[str, Any]) -> list[str]:
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:
     return round(float(np.percentile(values, percent)), 3) if values else None
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"

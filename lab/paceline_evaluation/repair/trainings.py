@@ -234,7 +234,7 @@ def plain_environment(training: Training, checkpoints: Path, orders: Path) -> di
 
 
 def last_checkpoint(training: Training, checkpoints: Path, steps: int) -> Path | None:
-    """Return the whole checkpoint of this step; None: there is none."""
+    """Return the complete checkpoint of this step, or None if it does not exist."""
     found = [path for step, path in training.committed(checkpoints) if step == steps]
     return found[-1] if found else None
 

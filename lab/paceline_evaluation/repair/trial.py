@@ -227,7 +227,7 @@ class RunningJob:
         return {rank["rank"]: rank["pid"] for rank in self.ranks()}
 
     def make_steady(self) -> None:
-        """Wait until the next fault can be injected; start the job if there is none.
+        """Wait until the next fault can be injected; start the job if it does not run.
 
         Raises:
             click.ClickException: the job has ended, or does not become steady.

@@ -198,7 +198,7 @@ def _begin(
 
     Args:
         session: of the transaction.
-        job: its row; None: there is none yet.
+        job: its row; None for a job that is not stored yet.
         ranks: of the generation, in order.
         policy: of a new job.
         launch: the launcher that owns the job, if it is known.
