@@ -1,6 +1,6 @@
 """Any bytes are read or rejected without a crash and with bounded memory.
 
-`make test` tries a few hundred inputs per reader; `make campaign` a million, guided by coverage.
+`make test` tries a hundred inputs per reader; `make campaign` a million, guided by coverage.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def edited(seed: bytes, changes: list[tuple[str, float, bytes]]) -> bytes:
 
 
 @settings(
-    max_examples=300,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
