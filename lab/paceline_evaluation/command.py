@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import click
 
 from paceline_cli.options import OutputFile
+from paceline_cli.termination import terminated_as_interrupted
 from paceline_evaluation import report
 from paceline_evaluation.campaign import Campaign
 from paceline_evaluation.faults import KINDS, SYNTHETIC
@@ -131,12 +132,13 @@ def evaluate(
     if "synthetic" in chosen_arms:
         campaign = Campaign(seed, trials, kinds_of["synthetic"], largest)
         verdicts += campaign.run(jobs, progress)
-    if "real" in chosen_arms:
-        verdicts += RealArm(kinds_of["real"], trials, seed).run(progress)
-    if "foreign" in chosen_arms:
-        foreign = ForeignArm(kinds_of["foreign"], trials, seed)
-        verdicts += foreign.run(progress)
-        skipped = foreign.skipped
+    with terminated_as_interrupted():
+        if "real" in chosen_arms:
+            verdicts += RealArm(kinds_of["real"], trials, seed).run(progress)
+        if "foreign" in chosen_arms:
+            foreign = ForeignArm(kinds_of["foreign"], trials, seed)
+            verdicts += foreign.run(progress)
+            skipped = foreign.skipped
     result = {**figures(verdicts, chosen), "skipped": skipped}
     _print(result, report, as_json, as_markdown, output)
 
@@ -154,7 +156,9 @@ def _run_repair(
 ) -> tuple[dict[str, Any], _ArmReport]:
     arm = repair.RepairArm(kinds, trials, seed)
     progress = _ProgressLine(arm.total, misses)
-    return repair_report.figures(arm.run(progress.add), arm.skipped), repair_report
+    with terminated_as_interrupted():
+        results = arm.run(progress.add)
+    return repair_report.figures(results, arm.skipped), repair_report
 
 
 def _print(

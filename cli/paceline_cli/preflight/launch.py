@@ -8,9 +8,11 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+from paceline_cli.termination import terminated_as_interrupted
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 {node}"
 _SHOWN_CHARACTERS = 300
@@ -46,7 +48,7 @@ class RemoteCommands:
         """Run the commands. Raises OSError if a program cannot be started."""
         if not commands:
             return {}
-        with _terminated_as_interrupted(), ThreadPoolExecutor(max_workers=len(commands)) as threads:
+        with terminated_as_interrupted(), ThreadPoolExecutor(max_workers=len(commands)) as threads:
             try:
                 ends = {
                     name: threads.submit(self._one, command, seconds)
@@ -83,16 +85,6 @@ class RemoteCommands:
         finally:
             self._running.discard(child)
         return Ended(output, errors, status, started_ns, time.time_ns())
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Make SIGTERM end the started commands too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _end(child: subprocess.Popen[str]) -> None:
