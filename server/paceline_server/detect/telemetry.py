@@ -94,6 +94,7 @@ STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.RANK_MEMORY_MISBOUND: _RANK,
     metric_names.RANK_NIC_MISPLACED: _RANK,
     metric_names.RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL: _RANK,
+    metric_names.RANK_READ_BYTES_TOTAL: _RANK,
     metric_names.RANK_TCP_INTERFACE_INFO: (*_RANK, "device"),
     metric_names.RANK_TCP_RETRANSMITTED_SEGMENTS_TOTAL: _RANK,
     metric_names.RANK_PROCESS_MAJOR_FAULTS_TOTAL: _RANK,

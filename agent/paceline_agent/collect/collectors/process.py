@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
 from paceline_agent.collect.cached_files import read_once, read_text_once
+from paceline_agent.collect.child_processes import ChildProcesses
 from paceline_agent.collect.contract import Collected, Collector, Context, Metric
 from paceline_wire import metric_names
 from paceline_wire.batch import Sample
@@ -45,6 +46,12 @@ METRICS = (
         "counter",
         "bytes",
         "Sent to storage by the rank's process.",
+    ),
+    Metric(
+        metric_names.RANK_READ_BYTES_TOTAL,
+        "counter",
+        "bytes",
+        "Fetched from storage for the rank's process and its children, such as loader workers.",
     ),
     Metric("paceline_rank_process_open_fds", "gauge", None, "Open files of the rank's process."),
     Metric(
@@ -95,12 +102,19 @@ class ProcessCollector(Collector):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._accounts_delays: bool | None = None  # read once
+        self._children = ChildProcesses(context.procfs_root)
+        self._reads: dict[tuple[str, int, int], _Reads] = {}  # by job, rank and pid
 
     def collect(self, now_ns: int) -> Collected:
         if self._accounts_delays is None:
             self._accounts_delays = accounts_delays(self.context.procfs_root)
         samples: list[Sample] = []
-        for rank in self.context.local_ranks():
+        ranks = list(self.context.local_ranks())
+        if ranks:
+            self._children.refresh()
+        keys = [(rank.job, rank.rank, rank.pid) for rank in ranks]
+        self._reads = {key: self._reads.get(key) or _Reads() for key in keys}
+        for rank, key in zip(ranks, keys, strict=True):
             labels = {"job": rank.job, "rank": str(rank.rank)}
             directory = self.context.procfs_root / str(rank.pid)
             try:
@@ -108,6 +122,8 @@ class ProcessCollector(Collector):
                     if not math.isfinite(value):
                         continue
                     samples.append(Sample(_PREFIX + name, {**labels, **more}, value, now_ns))
+                pids = (rank.pid, *self._children.of(rank.pid))
+                self._reads[key].update(self.context.procfs_root, pids)
             except (
                 OSError,
                 ValueError,
@@ -115,7 +131,31 @@ class ProcessCollector(Collector):
                 OverflowError,
             ):  # the process ended during the read
                 continue
+            if (total := self._reads[key].total_bytes) is not None:
+                samples.append(Sample(metric_names.RANK_READ_BYTES_TOTAL, labels, total, now_ns))
         return Collected(samples=samples)
+
+
+class _Reads:
+    """Bytes that a process and its children have read from storage, also those that have ended."""
+
+    def __init__(self) -> None:
+        self.total_bytes: float | None = 0.0  # None: a process does not let itself be read
+        self._last: dict[int, float] = {}  # by pid
+
+    def update(self, procfs_root: Path, pids: Iterable[int]) -> None:
+        """Add what was read since the last call."""
+        read: dict[int, float] = {}
+        for pid in pids:
+            found = {name: value for name, _, value in _storage(procfs_root / str(pid))}
+            if "read_bytes_total" in found:
+                read[pid] = found["read_bytes_total"]
+            elif (procfs_root / str(pid)).exists():
+                self.total_bytes = None
+        if self.total_bytes is not None:
+            news = (max(now - self._last.get(pid, 0.0), 0.0) for pid, now in read.items())
+            self.total_bytes += sum(news)
+        self._last = read
 
 
 def accounts_delays(procfs_root: Path) -> bool:

@@ -49,6 +49,7 @@ def test_golden(process, series):
     switches = "paceline_rank_process_context_switches_total{job=job-a,kind=%s,rank=3}"
     assert series(process.collect(1)) == {
         **{f"paceline_rank_process_{name}{RANK}": value for name, value in GOLDEN.items()},
+        f"paceline_rank_read_bytes_total{RANK}": 4096,
         switches % "voluntary": 11,
         switches % "involuntary": 22,
     }
@@ -75,3 +76,29 @@ def test_a_process_of_this_machine(context, series):
     assert found[f"paceline_rank_process_open_fds{RANK}"] >= 3
     most = found[f"paceline_rank_process_resident_memory_max_bytes{RANK}"]
     assert most >= found[f"paceline_rank_process_resident_memory_bytes{RANK}"] > 1 << 20
+
+
+def test_reads_of_loader_workers_count_for_their_rank(process, procfs, write, series):
+    def worker(pid: int, parent: int, read: int) -> None:
+        write(procfs, {
+            f"{pid}/stat": f"{pid} (pt_data) S {parent} " + STAT.split("S 1 ")[1],
+            f"{pid}/io": f"read_bytes: {read}\nwrite_bytes: 0\n",
+        })  # fmt: skip
+
+    def total() -> float | None:
+        return series(process.collect(1)).get(f"paceline_rank_read_bytes_total{RANK}")
+
+    worker(90, parent=77, read=1000)
+    worker(91, parent=90, read=500)  # started by a fork server
+    worker(92, parent=1, read=7_000_000)  # another program
+    assert total() == 4096 + 1500
+    worker(91, parent=90, read=800)
+    assert total() == 4096 + 1800
+    for name in ("stat", "io"):
+        (procfs / "91" / name).unlink()
+    (procfs / "91").rmdir()
+    assert total() == 4096 + 1800, "what an ended worker has read stays counted"
+    (procfs / "90/io").unlink()  # another user may not read it
+    assert total() is None
+    worker(90, parent=77, read=2000)
+    assert total() is None, "what was read in between is not known"

@@ -76,6 +76,7 @@ METRICS: tuple[Metric, ...] = (
     counter(
         "paceline_rank_process_run_queue_wait_seconds_total", "rank", 2, 0.005, noise=0.004
     ),
+    counter("paceline_rank_read_bytes_total", "rank", 2, 5e6, noise=1e6),
     Metric(
         "paceline_rank_process_context_switches_total", "rank", 2, 6, noise=4, is_counter=True,
         labels=(("kind", "involuntary"),),

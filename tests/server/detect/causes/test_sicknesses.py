@@ -111,6 +111,19 @@ def test_another_program_on_the_node_explains_nothing(kind, metric, rate):
     assert not found.on_node
 
 
+def test_a_disk_from_which_the_rank_reads_nothing_explains_no_wait_for_data():
+    """Another program keeps the disk busy; the data come from memory."""
+    fleet = Fleet(seed=8)
+    for metric, value in (("time", 0.97), ("time_weighted", 12.0)):
+        fleet.fault("node-1", f"node_disk_io_{metric}_seconds_total", "nvme0n1", since_onset(value))
+    fleet.fault("node-1", "paceline_rank_read_bytes_total", "2", lambda after, rate: 0.0)
+    fleet.play(90)
+    found = fleet.diagnose(kind="slow_data", slowdown=1.5)
+    assert found.cause == UNKNOWN
+    against = [line.text for line in found.counter_evidence]
+    assert "the processes of rank 2 and their loader workers read nothing from a disk" in against
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_nine_of_ten_causes_are_right_on_many_seeds():

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from paceline_server.detect.causes.catalog import DISK_FULL, SLOW_DISK
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import Symptom, WeighedEvidence, stalled, weigh_symptoms
+from paceline_server.detect.causes.symptom import (
+    Symptom,
+    WeighedEvidence,
+    combine,
+    stalled,
+    weigh_symptoms,
+)
+from paceline_server.detect.causes.timeline import rates
 from paceline_server.detect.finding import Evidence
+from paceline_server.detect.kinds import SLOW_DATA
 from paceline_server.percent import percent
 from paceline_wire import metric_names
 
@@ -26,10 +34,38 @@ SYMPTOMS = (
 )  # fmt: skip
 _AVAILABLE = metric_names.FILESYSTEM_AVAIL_BYTES
 _FULL_SHARE = 0.01
+_READS = metric_names.RANK_READ_BYTES_TOTAL
+_PAGE_BYTES = 4096.0  # who reads less per second reads no data
 
 
 def check(suspect: Suspect) -> list[WeighedEvidence]:
-    return [*weigh_symptoms(suspect, SYMPTOMS), *_free_space(suspect)]
+    return [*_slow_disk(suspect), *_free_space(suspect)]
+
+
+def _slow_disk(suspect: Suspect) -> list[WeighedEvidence]:
+    """Weigh the disks, unless others use them: data in memory, or of a network, are no disk's.
+
+    Waits for I/O count in any case: a remote file system need not count what a process reads.
+    """
+    unused = _reads_nothing(suspect) if suspect.kind == SLOW_DATA.name else None
+    if unused is None:
+        return weigh_symptoms(suspect, SYMPTOMS)
+    waits = [symptom for symptom in SYMPTOMS if symptom.scope is Scope.NODE]
+    return [combine(SLOW_DISK, [unused, *weigh_symptoms(suspect, waits)])]
+
+
+def _reads_nothing(suspect: Suspect) -> WeighedEvidence | None:
+    """Return that against a slow disk; None if a rank reads from storage, or is not measured."""
+    most = 0.0
+    for device in suspect.devices(Scope.RANK, _READS):
+        series = suspect.series(_READS, device)
+        rate = None if series is None else rates(series).now(suspect.onset_ns)
+        if rate is None or rate >= _PAGE_BYTES:
+            return None
+        most = max(most, rate)
+    who = suspect.node if suspect.rank is None else f"rank {suspect.rank}"
+    text = f"the processes of {who} and their loader workers read nothing from a disk"
+    return WeighedEvidence(SLOW_DISK, -1.5, (Evidence(text, _READS, most),))
 
 
 def _free_space(suspect: Suspect) -> list[WeighedEvidence]:
