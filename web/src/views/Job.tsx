@@ -127,17 +127,23 @@ function JobPage({ state, connection, onDecided }: PageProps) {
                   fromZero
                   labels
                 />
-                <TimeChart
-                  title="Loss"
-                  points={losses}
-                  marks={marks}
-                  format={format.loss}
-                  axis={format.number}
-                  color="--series-2"
-                  height={130}
-                  fromZero={false}
-                  labels={false}
-                />
+                {losses.values.some((value) => value !== null) ? (
+                  <TimeChart
+                    title="Loss"
+                    points={losses}
+                    marks={marks}
+                    format={format.loss}
+                    axis={format.number}
+                    color="--series-2"
+                    height={130}
+                    fromZero={false}
+                    labels={false}
+                  />
+                ) : (
+                  <p class="empty">
+                    No loss was reported. A script reports it with <code>paceline.report(loss=loss)</code>.
+                  </p>
+                )}
               </>
             )}
           </Panel>
