@@ -1,6 +1,8 @@
 """A rank of a Slurm job: counts steps in a file, which it resumes from.
 
 slurm_rank.py DIRECTORY STEP_SECONDS [gloo]
+
+A node is twice as slow while the file DIRECTORY/slow-NODE exists.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import paceline
 directory, step_seconds = Path(sys.argv[1]), float(sys.argv[2])
 rank = int(os.environ["SLURM_PROCID"])
 state = directory / "step"
+slow = directory / f"slow-{os.environ['SLURMD_NODENAME']}"
 with (directory / "starts").open("a") as starts:  # each start of each rank, to count them
     requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
     starts.write(f"{requeues} {rank} {os.environ['SLURMD_NODENAME']} {os.getpid()}\n")
@@ -33,7 +36,7 @@ if "gloo" in sys.argv:
 paceline.init()
 begin = int(state.read_text() or 0) if state.exists() else 0
 for step in paceline.steps(range(begin, 1_000_000), start=begin):
-    time.sleep(step_seconds)
+    time.sleep(step_seconds * (2 if slow.exists() else 1))
     if "gloo" in sys.argv:
         dist.all_reduce(torch.ones(4))
     if rank == 0:

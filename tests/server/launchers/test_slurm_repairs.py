@@ -33,16 +33,22 @@ def database_url(tmp_path: Path) -> str:
 
 
 class SlurmTraining:
-    """A batch job of two ranks on two nodes."""
+    """A batch job with one rank per node."""
 
     def __init__(
-        self, slurm: SlurmCluster, rings: Path, directory: Path, *arguments: str, options: str = ""
+        self,
+        slurm: SlurmCluster,
+        rings: Path,
+        directory: Path,
+        *arguments: str,
+        nodes: int = 2,
+        options: str = "",
     ) -> None:
         self.slurm, self.directory = slurm, directory
         script = directory / "train.sh"
         step = " ".join(["0.1", *arguments])
         script.write_text(
-            f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --exclusive {options}\n"
+            f"#!/bin/bash\n#SBATCH -N{nodes} --ntasks-per-node=1 --exclusive {options}\n"
             f"#SBATCH -o {directory}/output\n"
             "export PACELINE=1\n"
             "srun --kill-on-bad-exit=1 bash -c 'PACELINE_RING_DIRECTORY="
@@ -70,11 +76,12 @@ class SlurmTraining:
 def train(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Callable[..., SlurmTraining]]:
     started: list[SlurmTraining] = []
 
-    def start(rings: Path, *arguments: str, options: str = "") -> SlurmTraining:
+    def start(rings: Path, *arguments: str, nodes: int = 2, options: str = "") -> SlurmTraining:
         directory = tmp_path / f"job-{len(started)}"
         directory.mkdir()
-        started.append(SlurmTraining(slurm, rings, directory, *arguments, options=options))
-        return started[-1]
+        job = SlurmTraining(slurm, rings, directory, *arguments, nodes=nodes, options=options)
+        started.append(job)
+        return job
 
     yield start
     for job in started:
@@ -254,6 +261,35 @@ def test_a_hung_rank_of_torch_is_repaired(
     assert job.requeues() == 1
     (action,) = shown.actions()
     assert (action["state"], "SIGSTOP" in action["reason"]) == ("done", True)
+
+
+def test_a_slow_node_is_replaced_after_the_jobs_own_checkpoint(
+    slurm: SlurmCluster,
+    run_server: Callable[..., Any],
+    start_agents: Callable[..., Any],
+    train: Callable[..., SlurmTraining],
+    wait_for: Callable[..., Any],
+) -> None:
+    server = run_server(launcher_mode="auto")
+    agents = start_agents(server.url)
+    job = train(agents.directory, "gloo", nodes=3, options="--open-mode=append")
+    shown = JobPage(server, job)
+    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+    wait_for(lambda: shown.job()["step"] >= 40, "healthy steps", seconds=120.0)
+    slow = job.node(1)
+    (job.directory / f"slow-{slow}").touch()
+    (action,) = wait_for(shown.actions, "the proposal", seconds=120.0)
+    assert action["state"] == "proposed", "whether the script resumes is not known yet"
+    assert slow in action["reason"]
+    before = int((job.directory / "step").read_text())
+    server.client.post(f"/api/v1/actions/{action['id']}/approve").raise_for_status()
+    wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
+    assert job.requeues() == 1
+    assert slow not in {start[2] for start in job.starts()[-3:]}
+    assert slurm.states()[slow].startswith("drain")
+    (done,) = shown.actions()
+    assert (done["state"], done["lost_steps"]) == ("done", 0)
+    assert done["resumed_step"] >= before
 
 
 def test_in_mode_approve_a_person_decides(
