@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -113,18 +113,41 @@ class JobPage:
         return all((rank["step"] or 0) >= 1 for rank in ranks)
 
 
-def test_a_crashed_job_is_requeued_once(
-    slurm: SlurmCluster,
+class Observed(NamedTuple):
+    """A job that trains under Paceline."""
+
+    server: Any
+    agents: Any
+    job: SlurmTraining
+    shown: JobPage
+
+
+@pytest.fixture
+def observed(
     run_server: Callable[..., Any],
     start_agents: Callable[..., Any],
     train: Callable[..., SlurmTraining],
     wait_for: Callable[..., Any],
+) -> Callable[..., Observed]:
+    """Return a function that starts server, agents and a job, and waits for its first steps."""
+
+    def start(*arguments: str, nodes: int = 2, options: str = "", **settings: Any) -> Observed:
+        server = run_server(**{"launcher_mode": "auto", **settings})
+        agents = start_agents(server.url)
+        job = train(agents.directory, *arguments, nodes=nodes, options=options)
+        shown = JobPage(server, job)
+        wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+        return Observed(server, agents, job, shown)
+
+    return start
+
+
+def test_a_crashed_job_is_requeued_once(
+    slurm: SlurmCluster,
+    observed: Callable[..., Observed],
+    wait_for: Callable[..., Any],
 ) -> None:
-    server = run_server(launcher_mode="auto")
-    agents = start_agents(server.url)
-    job = train(agents.directory)
-    shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+    *_, job, shown = observed()
     os.kill(job.pid(1), signal.SIGKILL)
     wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
     (action,) = shown.actions()
@@ -152,20 +175,16 @@ REPAIRS = int(os.environ.get("PACELINE_SLURM_REPAIRS", "50"))
 
 def test_fifty_faults_are_repaired_once_each(
     slurm: SlurmCluster,
-    run_server: Callable[..., Any],
-    start_agents: Callable[..., Any],
-    train: Callable[..., SlurmTraining],
+    observed: Callable[..., Observed],
     wait_for: Callable[..., Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ranks are killed, and nodes go silent; a lost node is drained and excluded."""
     (tmp_path / "policy.toml").write_text("restarts_per_hour = 1000\nrestarts_per_day = 1000\n")
-    server = run_server(launcher_mode="auto", policy=tmp_path / "policy.toml")
-    agents = start_agents(server.url)
-    job = train(agents.directory, options="--open-mode=append")
-    shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+    server, agents, job, shown = observed(
+        options="--open-mode=append", policy=tmp_path / "policy.toml"
+    )
     found: list[tuple[str, float, float]] = []
     for count in range(REPAIRS):
         fault, rank = ("crash", "lost node")[count % 2], count // 2 % 2
@@ -206,17 +225,11 @@ def test_fifty_faults_are_repaired_once_each(
 
 def test_ranks_that_outlive_their_run_are_reported_and_not_mixed(
     slurm: SlurmCluster,
-    run_server: Callable[..., Any],
-    start_agents: Callable[..., Any],
-    train: Callable[..., SlurmTraining],
+    observed: Callable[..., Observed],
     wait_for: Callable[..., Any],
 ) -> None:
     """A killed slurmd: Slurm requeues the job while the old task runs on (split-brain)."""
-    server = run_server(launcher_mode="auto")
-    agents = start_agents(server.url)
-    job = train(agents.directory, options="--open-mode=append")
-    shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+    server, agents, job, shown = observed(options="--open-mode=append")
     old, node = job.pid(1), job.node(1)
     slurm.kill_node(node)
     wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
@@ -246,16 +259,10 @@ def test_ranks_that_outlive_their_run_are_reported_and_not_mixed(
 
 def test_a_hung_rank_of_torch_is_repaired(
     slurm: SlurmCluster,
-    run_server: Callable[..., Any],
-    start_agents: Callable[..., Any],
-    train: Callable[..., SlurmTraining],
+    observed: Callable[..., Observed],
     wait_for: Callable[..., Any],
 ) -> None:
-    server = run_server(launcher_mode="auto")
-    agents = start_agents(server.url)
-    job = train(agents.directory, "gloo", options="--open-mode=append")
-    shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+    *_, job, shown = observed("gloo", options="--open-mode=append")
     os.kill(job.pid(1), signal.SIGSTOP)
     wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
     assert job.requeues() == 1
@@ -265,16 +272,10 @@ def test_a_hung_rank_of_torch_is_repaired(
 
 def test_a_slow_node_is_replaced_after_the_jobs_own_checkpoint(
     slurm: SlurmCluster,
-    run_server: Callable[..., Any],
-    start_agents: Callable[..., Any],
-    train: Callable[..., SlurmTraining],
+    observed: Callable[..., Observed],
     wait_for: Callable[..., Any],
 ) -> None:
-    server = run_server(launcher_mode="auto")
-    agents = start_agents(server.url)
-    job = train(agents.directory, "gloo", nodes=3, options="--open-mode=append")
-    shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+    server, _, job, shown = observed("gloo", nodes=3, options="--open-mode=append")
     wait_for(lambda: shown.job()["step"] >= 40, "healthy steps", seconds=120.0)
     slow = job.node(1)
     (job.directory / f"slow-{slow}").touch()
@@ -294,16 +295,10 @@ def test_a_slow_node_is_replaced_after_the_jobs_own_checkpoint(
 
 def test_in_mode_approve_a_person_decides(
     slurm: SlurmCluster,
-    run_server: Callable[..., Any],
-    start_agents: Callable[..., Any],
-    train: Callable[..., SlurmTraining],
+    observed: Callable[..., Observed],
     wait_for: Callable[..., Any],
 ) -> None:
-    server = run_server()
-    agents = start_agents(server.url)
-    job = train(agents.directory, options="--open-mode=append")
-    shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+    server, _, job, shown = observed(options="--open-mode=append", launcher_mode="approve")
     assert shown.job()["mode"] == "approve"
     os.kill(job.pid(0), signal.SIGKILL)
     (action,) = wait_for(shown.actions, "the proposal")
@@ -315,16 +310,10 @@ def test_in_mode_approve_a_person_decides(
 
 def test_a_canceled_job_stays_canceled(
     slurm: SlurmCluster,
-    run_server: Callable[..., Any],
-    start_agents: Callable[..., Any],
-    train: Callable[..., SlurmTraining],
+    observed: Callable[..., Observed],
     wait_for: Callable[..., Any],
 ) -> None:
-    server = run_server(launcher_mode="auto")
-    agents = start_agents(server.url)
-    job = train(agents.directory)
-    shown = JobPage(server, job)
-    wait_for(lambda: shown.trains(0), "training", seconds=180.0)
+    *_, job, shown = observed()
     slurm.cancel(job.id)
     wait_for(lambda: shown.job()["state"] == "stopped", "the end")
     assert job.requeues() == 0
