@@ -771,6 +771,13 @@ def fail(error: BaseException) -> None:
     _stop()
 
 
+def stopping() -> None:
+    """Show that a signal arrived after which the script ends in good order. For its handler."""
+    session = _session
+    if session is not None:
+        session.guard(session.recorder.set_status, Status.STOPPING)
+
+
 def terminated(signal: int) -> None:
     """End recording: the script stops because this signal arrived, with an exit code of its own."""
     session = _session

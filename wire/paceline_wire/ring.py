@@ -93,10 +93,13 @@ _HEADER = struct.Struct("<8sIIQI")  # magic, layout version, reserved, capacity,
 
 
 class Status:
-    """Values of STATE_STATUS."""
+    """Values of STATE_STATUS. STOPPING: a signal arrived; the script may save before it ends."""
 
-    STARTING, RUNNING, CHECKPOINTING, EVALUATING, FINISHED, FAILED = range(6)
-    NAMES = ("starting", "running", "checkpointing", "evaluating", "finished", "failed")
+    STARTING, RUNNING, CHECKPOINTING, EVALUATING, FINISHED, FAILED, STOPPING = range(7)
+    NAMES = (
+        *("starting", "running", "checkpointing", "evaluating"),
+        *("finished", "failed", "stopping"),
+    )
 
 
 class Ability:

@@ -157,6 +157,18 @@ def test_start_checkpoint_and_evaluation_may_take_longer(status):
     assert [found.rank for found in stuck.wait(115)] == [2]
 
 
+def test_ranks_that_a_signal_asked_to_end_may_take_longer_if_all_received_it():
+    stuck = StuckJob(status="stopping")
+    make_all_wait_for(stuck, 2)
+    assert stuck.wait(15) == []
+    assert [found.rank for found in stuck.wait(115)] == [2]
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    stuck.status = "stopping"
+    stuck.inside(2, Op.FORWARD)
+    assert [found.rank for found in stuck.wait(15)] == [2]
+
+
 def test_ranks_before_their_first_step_have_the_start_timeout():
     """The ranks are between `paceline.init()` and the first step.
 

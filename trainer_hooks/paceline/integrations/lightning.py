@@ -18,7 +18,7 @@ import signal
 import sys
 from typing import Any
 
-from paceline.hooks import checkpoint_saved, expect_steps, report, terminated
+from paceline.hooks import checkpoint_saved, expect_steps, report, stopping, terminated
 from paceline.integrations.boundaries import (
     StepBoundaries,
     follow,
@@ -138,6 +138,7 @@ def _data(loop: Any, *_: Any) -> None:
 def _receive_sigterm(*_: Any) -> None:
     global _received_sigterm
     _received_sigterm = True
+    stopping()
 
 
 def _saved(trainer: Any, *_: Any, **__: Any) -> None:

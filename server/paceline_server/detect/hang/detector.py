@@ -233,7 +233,8 @@ class HangDetector(Detector):
     def _phase_limit_seconds(self, ranks: _ExpectedRanks, observation: Observation) -> float:
         """Return how long the phase may take without progress, independent of the culprit."""
         settings, policy, statuses = self.settings, self.policy, ranks.statuses
-        if "checkpointing" in statuses:
+        # A signal that only some ranks received leaves the others waiting for good.
+        if "checkpointing" in statuses or statuses == {"stopping"}:
             return policy.hang_checkpoint_seconds
         never_seen = any(rank not in observation.ranks for rank in ranks.without_page)
         if (
