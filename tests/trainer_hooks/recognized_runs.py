@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,177 @@ def own_optimizer_in_steps() -> None:
                 parameter -= 0.1 * parameter.grad
 
 
+def descend(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.1 * parameter.grad
+
+
+def updated_by_hand() -> None:
+    model = model_of()
+    for (batch,) in loader():
+        model(batch).sum().backward()
+        descend(model)
+        model.zero_grad()
+
+
+def updated_by_hand_after_accumulation() -> None:
+    model = model_of()
+    for number, (batch,) in enumerate(loader(STEPS * ACCUMULATED)):
+        model(batch).sum().backward()
+        if number % ACCUMULATED == ACCUMULATED - 1:
+            descend(model)
+            model.zero_grad()
+
+
+def updated_through_data() -> None:
+    """No change of a tensor is counted by torch."""
+    model = model_of()
+    for _ in range(STEPS):
+        model(features[:2]).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data -= 0.1 * parameter.grad.data
+            parameter.grad.data.zero_()
+
+
+def accumulated_without_loader() -> None:
+    model = model_of()
+    for _ in range(STEPS):
+        for _ in range(ACCUMULATED):
+            model(features[:2]).sum().backward()
+        torch._foreach_add_(
+            [parameter.data for parameter in model.parameters()],
+            [parameter.grad for parameter in model.parameters() if parameter.grad is not None],
+            alpha=-0.1,
+        )
+        model.zero_grad(set_to_none=False)
+
+
+class OwnOptimizer:
+    """An optimizer that does not derive from torch's."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            parameter.data = parameter.data - 0.1 * parameter.grad
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def own_optimizer() -> None:
+    """Gradients are removed after the next batch is there."""
+    model = model_of()
+    optimizer = OwnOptimizer(model.parameters())
+    for _ in range(2):
+        for (batch,) in loader(STEPS // 2):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+
+
+def adversarial_by_hand() -> None:
+    """Two updates per batch."""
+    generator, critic = model_of(), model_of()
+    for (batch,) in loader():
+        critic(batch).sum().backward()
+        descend(critic)
+        critic.zero_grad()
+        critic(generator(batch)).sum().backward()
+        descend(generator)
+        generator.zero_grad()
+
+
+def gradients_as_values() -> None:
+    """`torch.autograd.grad` instead of `backward()`."""
+    model = model_of()
+    parameters = list(model.parameters())
+    for (batch,) in loader():
+        gradients = torch.autograd.grad(model(batch).sum(), parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= 0.1 * gradient
+
+
+def replaced_parameters() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    for _ in range(STEPS):
+        (gradient,) = torch.autograd.grad((features[:2] @ weight).sum(), [weight])
+        weight = (weight - 0.1 * gradient).detach().requires_grad_()
+
+
+def penalty_of_gradients() -> None:
+    """`torch.autograd.grad` in a forward pass is no backward pass."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (batch,) in loader():
+        batch.requires_grad_()
+        for _ in range(2):
+            output = model(batch).square().sum()
+            (gradient,) = torch.autograd.grad(output, [batch], create_graph=True)
+        (output + gradient.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def without_warnings(scenario: Callable[[], None]) -> Callable[[], None]:
+    """The compiler of torch calls functions of torch that are deprecated."""
+
+    @wraps(scenario)
+    def run() -> None:
+        with warnings.catch_warnings(action="ignore"):
+            scenario()
+
+    return run
+
+
+@without_warnings
+def compiled_optimizer() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for (batch,) in loader():
+        model(batch).sum().backward()
+        step()
+        optimizer.zero_grad()
+
+
+@without_warnings
+def compiled_optimizer_in_steps() -> None:
+    """Accumulation, and a learning rate of 0 in the first step."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.0))
+
+    @torch.compile(backend="aot_eager")
+    def step() -> None:
+        optimizer.step()
+
+    for number, (batch,) in enumerate(paceline.steps(loader(STEPS * ACCUMULATED))):
+        model(batch).sum().backward()
+        if number % ACCUMULATED == ACCUMULATED - 1:
+            step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"].fill_(0.1)
+
+
+@without_warnings
+def compiled_after_two_steps() -> None:
+    """The first step after the change has as many backward passes as it takes to notice it."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(optimizer.step, backend="aot_eager")
+    for number, (batch,) in enumerate(loader(STEPS + 3)):
+        model(batch).sum().backward()
+        (optimizer.step if number < 2 else compiled)()
+        optimizer.zero_grad()
+
+
 def optimizer_without_a_hash() -> None:
     class Comparable(torch.optim.SGD):
         def __eq__(self, other: object) -> bool:
@@ -300,9 +472,17 @@ def optimizer_without_a_hash() -> None:
         optimizer.step()
 
 
-# The first: later ones find a class of torch's optimizers that was used.
+# Those without an optimizer of torch are first: later ones find a class of them that was used.
 SCENARIOS: list[Callable[[], None]] = [
     own_optimizer_in_steps,
+    updated_by_hand,
+    updated_by_hand_after_accumulation,
+    updated_through_data,
+    accumulated_without_loader,
+    own_optimizer,
+    adversarial_by_hand,
+    gradients_as_values,
+    replaced_parameters,
     plain,
     several_epochs,
     accumulation,
@@ -311,6 +491,10 @@ SCENARIOS: list[Callable[[], None]] = [
     without_loader,
     one_batch_for_all,
     several_calls_per_step,
+    penalty_of_gradients,
+    compiled_optimizer,
+    compiled_optimizer_in_steps,
+    compiled_after_two_steps,
     adversarial,
     adversarial_with_loader,
     # These optimizers are never freed, because hooks of their parameters hold them: from here on,

@@ -132,9 +132,12 @@ def init(
     except Exception as error:
         _stop()
         log_once("init", "paceline is off in this process: %s", error)
+        return
+    if _session is not None:
+        _session.guard(_session.watch_optimizers)
 
 
-def autostart() -> None:
+def autostart(*, in_optimizer_step: bool = False) -> None:
     """Start recording as `init` does, unless the script has done so (see `paceline_autostart`).
 
     A later `init` of the script still counts. A thread that only created the process group, as Ray
@@ -145,10 +148,14 @@ def autostart() -> None:
         if session.loop.has_begun:
             return
         _stop()
-    if _session is None:
-        init()
-        if _session is not None:
-            _session.is_automatic = True
+    if _session is not None:
+        return
+    _enter({"dp": None, "pp": None, "tp": None}, None, {})
+    session = _session
+    if session is not None and in_optimizer_step:
+        session.recognition.probe = None  # this optimizer is torch's
+    elif session is not None:
+        session.guard(session.watch_optimizers)
 
 
 def _start(

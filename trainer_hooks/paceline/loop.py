@@ -4,7 +4,8 @@ Who decides, in this order:
 
 1. the script, once it calls `begin` or uses a `StepBlock`;
 2. optimizer steps, as `recognition.py` sees them: a step ends when the next batch is fetched after
-   one, so that batches between two optimizer steps are microbatches of one step;
+   one, so that batches between two optimizer steps are microbatches of one step. Without a step of
+   torch's optimizers, updates of the parameters take their place;
 3. iterations of `run`, if no torch optimizer takes part.
 """
 
@@ -41,6 +42,9 @@ class LoopWatcher(Protocol):
 
     def wait_ends(self) -> None:
         """A batch is there."""
+
+    def note_update(self) -> None:
+        """Add to `optimizer_calls` if the parameters were updated by nothing that is called."""
 
 
 class Resumable(Protocol):
@@ -109,6 +113,7 @@ class Loop:
         self.work = BatchCounter()
         self.optimized_ns = 0  # end of the last call
         self.has_optimized = False  # in any step
+        self.has_updated = False  # in any step, without an optimizer of torch
         self._next_step = 0
         self._started = False
         self._marked = False  # the script began the open step, and will end it
@@ -121,6 +126,11 @@ class Loop:
     def is_recognized(self) -> bool:
         """Return whether nothing but `recognition.py` marks steps."""
         return not self.is_explicit and not self.is_running
+
+    @property
+    def has_steps(self) -> bool:
+        """Return whether steps are known to end with an optimizer step or another update."""
+        return self.has_optimized or self.has_updated
 
     def is_usable(self) -> bool:
         """Return whether this is the thread that trains."""
@@ -253,6 +263,8 @@ class Loop:
                     except Exception:
                         self._recorder.failures += 1
                 may_end = self.is_open and not self.is_explicit
+                if may_end and not self.optimizer_calls:
+                    self._note_update()
                 if may_end and (self.optimizer_calls or self._is_over()):
                     self.end_step()
                 self.begin_wait()
@@ -276,6 +288,14 @@ class Loop:
             if not self._marked:
                 self._leave()
 
+    def _note_update(self) -> None:
+        """Look for an update that no optimizer of torch made."""
+        if self.watcher is not None and self.has_optimizer():
+            try:
+                self.watcher.note_update()
+            except Exception:
+                self._recorder.failures += 1
+
     def _is_over(self) -> bool:
         """Return whether the next iteration of `run` begins another step, without an optimizer
         step since the last one."""
@@ -289,7 +309,7 @@ class Loop:
 
     def _leave(self) -> None:
         """Leave a loop by its end, `break` or an error: a step if it measured anything."""
-        is_step = self.optimizer_calls or not (self.has_optimized or self.backwards)
+        is_step = self.optimizer_calls or not (self.has_steps or self.backwards)
         if self.is_open and not self.is_explicit and is_step and self._has_content():
             self.end_step()
         else:
@@ -378,6 +398,8 @@ class Loop:
 
     def finish(self) -> None:
         """Record the last step, which no fetch of a batch has ended, if it is complete."""
+        if self.is_recognized and self.watcher is not None:
+            self.watcher.note_update()
         if self.is_open and not self._marked and self.optimizer_calls:
             self.end_step(self.optimized_ns)
 

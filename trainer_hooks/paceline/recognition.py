@@ -3,6 +3,8 @@
 - *Step*: from one optimizer step to the next. If batches come from a `DataLoader`, a step ends when
   the next batch is fetched after an optimizer step; several optimizers in between belong to it.
   Else it ends with the last optimizer of the sequence that repeats.
+  Without an optimizer of torch, or with a compiled one, an update of the parameters takes its place
+  (`updates.py`). If none can be seen, each batch is a step, or each backward pass without a loader.
 - *Forward*: from a batch, an optimizer step or a backward pass to the next backward pass.
 - *Evaluation*: batches of a loader that trains nothing, or a module between `eval()` and `train()`,
   and no backward pass inside. What happens in every step is part of the step.
@@ -16,16 +18,21 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any, Protocol
 
-from paceline.loop import Loop
+from paceline.loop import MOST_MICROBATCHES, Loop
 from paceline.recorder import Recorder
 from paceline.sections import StatusSection
+from paceline.updates import UpdateProbe
 from paceline.writer import Section
 from paceline_wire.ring import Status
 from paceline_wire.spans import Op
 
 IN_BACKWARD = 0  # key of all optimizers that step inside a backward pass
+UNSEEN = 1  # key of an update that no optimizer of torch made
 # Optimizer steps per batch, with backward passes between them, from which each is a step.
 MOST_OPTIMIZER_STEPS = 64
+# Backward passes without an update from which each batch is a step, or each backward pass.
+MOST_MICROBATCHES_UNSEEN = 8
+MOST_MICROBATCHES_OF_AN_OPTIMIZER = 64
 MOST_REJECTED_EVALUATIONS = 2  # modules switched to `eval()` without an evaluation
 
 
@@ -82,6 +89,11 @@ class Recognition:
         self._evaluated_step: int | None = None
         self._rejected = 0
         self.has_one_optimizer: Callable[[], bool] = bool  # the script is known to have no other
+        self.probe: UpdateProbe | None = None  # finds updates until optimizer steps are seen
+        self._most_microbatches = 0  # backward passes up to an optimizer step
+        self._counts_passes = False  # no update is seen: batches or backward passes are steps
+        self._has_backward = False  # `backward()` was called; then `autograd.grad` trains nothing
+        self._has_gradients = False  # `autograd.grad` was counted as a backward pass
         self.microbatches = 0  # backward passes of the newest step
         self.has_data = False  # waits of a DataLoader were seen
 
@@ -113,6 +125,10 @@ class Recognition:
             steps = "marked by the script"
         elif loop.has_optimized:
             steps = "from optimizer steps"
+        elif self._counts_passes and loop.is_recognized:
+            steps = "batches" if self.has_data else "backward passes"
+        elif loop.has_updated:
+            steps = "from updates of the parameters"
         else:
             steps = "iterations of paceline.steps"
         parts = [steps]
@@ -140,9 +156,11 @@ class Recognition:
             self._end_evaluation()
         if has_gradients or loop.is_open:
             self._count(loader)
-        if not (loop.is_open or loop.is_explicit or loop.has_optimized):
+        if not (loop.is_open or loop.is_explicit or loop.has_steps):
             return False  # steps begin with the first backward pass
         self.has_data = True
+        if loop.is_recognized:
+            self.note_update()
         self._drop_forward()
         loop.begin_wait()
         evaluates = not has_gradients or bool(self._training)
@@ -170,18 +188,53 @@ class Recognition:
 
     # Backward
 
-    def backward_begins(self) -> None:
-        """A backward pass begins."""
+    def backward_begins(self, outputs: Any = None) -> None:
+        """A backward pass begins, from these outputs."""
         self._backward_depth += 1
         if self._backward_depth > 1:
             return
+        if not self._has_backward:
+            self._has_backward = True
+            if self._has_gradients:
+                self._forget_gradients()
+        self._pass_begins(outputs)
+
+    def gradients_begin(self, outputs: Any, inputs: Any) -> bool:
+        """`autograd.grad` is about to run. Return whether it is a backward pass of the training.
+
+        It is one in a training that never calls `backward()`.
+        """
+        ignored = self._has_backward or self._backward_depth or self._optimizers
+        if ignored or self._session.marks_compute:
+            return False
+        self._backward_depth = 1
+        self._has_gradients = True
+        self._pass_begins(outputs, inputs)
+        return True
+
+    def _forget_gradients(self) -> None:
+        """Begin the step again: what `autograd.grad` did in it was part of the forward pass."""
         loop = self._loop
+        if loop.is_open and loop.is_recognized and not loop.optimizer_calls:
+            loop.begin_step()
+        if self.probe is not None:
+            self.probe.forget()
+
+    def _pass_begins(self, outputs: Any, inputs: Any = ()) -> None:
+        """Begin a backward pass that is inside no other one."""
+        loop = self._loop
+        is_fetched = bool(self._fetched)
         if loop.is_open and not self._fetched and not self.evaluates:
             loop.backwards += 1  # as in `_count_backward`, without a call
         elif not self._count_backward():
             return
-        if loop.optimizer_calls and not self._optimizers:
+        if self._optimizers:
+            pass
+        elif loop.optimizer_calls and loop.optimizer_calls[-1] != UNSEEN:
             self._begin_step_of_known_optimizer()
+        elif self.probe is not None and self._awaits_update():
+            self._end_updated_step(is_fetched=is_fetched)
+            self.probe.choose(outputs, inputs)
         session = self._session
         if session.marks_compute:
             self._drop_forward()
@@ -201,6 +254,9 @@ class Recognition:
             self._optimized_in_backward = False
             self._called_at[IN_BACKWARD] = self._loop.backwards
             self._optimized(IN_BACKWARD)
+        elif self.probe is not None and self._awaits_update():
+            self._loop.optimized_ns = perf_counter_ns()  # an update comes later than this
+            self.probe.record()
         self._begin_forward()
 
     def backward_ran(self) -> None:
@@ -283,7 +339,12 @@ class Recognition:
         loop = self._loop
         if not loop.is_open or not (loop.backwards or loop.optimizer_calls):
             return
-        loop.has_optimized = True
+        if loop.backwards > self._most_microbatches:
+            self._most_microbatches = loop.backwards
+        if not loop.has_optimized:
+            loop.has_optimized, self._counts_passes = True, False
+            if self.probe is not None:
+                self.probe.forget()
         loop.optimizer_calls.append(optimizer)
         loop.optimized_ns = perf_counter_ns()
         if self._cycle and self._counts_optimizers() and tuple(loop.optimizer_calls) == self._cycle:
@@ -315,11 +376,69 @@ class Recognition:
         elif self._cycle is None and self.has_one_optimizer():
             self._end_repeated_cycle(calls[0])
 
+    # Updates that no optimizer of torch makes
+
+    def _awaits_update(self) -> bool:
+        """Return whether an update may come that no optimizer of torch makes: none has stepped, or
+        the last one is longer ago than usual because it is compiled from now on."""
+        loop = self._loop
+        return not loop.has_optimized or loop.backwards > 2 * self._most_microbatches + 1
+
+    def note_update(self) -> None:
+        """Note in the open step that the parameters were updated, if they were."""
+        loop = self._loop
+        if not loop.is_open or not loop.backwards or loop.optimizer_calls:
+            return
+        if self._awaits_update() and self._is_updated(loop.backwards):
+            self._updated()
+
+    def _updated(self) -> None:
+        loop = self._loop
+        loop.has_updated, loop.has_optimized = True, False
+        loop.optimizer_calls.append(UNSEEN)
+
+    def _end_updated_step(self, *, is_fetched: bool) -> None:
+        """End the step before this backward pass, if the parameters were updated after the previous
+        one, unless the same batch is trained on."""
+        loop = self._loop
+        before = loop.backwards - 1
+        if not before or not loop.is_recognized:
+            return
+        if self._is_updated(before):
+            self._updated()
+        if not loop.optimizer_calls:
+            return
+        if is_fetched or self._counts_optimizers():
+            if not self._session.marks_compute:
+                self._end_forward()
+            loop.backwards = before
+            loop.end_step()
+            loop.begin_step()
+            loop.backwards = 1
+
+    def _is_updated(self, backwards: int) -> bool:
+        """Return whether an update followed these backward passes of the open step."""
+        probe = self.probe
+        if probe is None:
+            return False
+        if probe.has_update():
+            self._counts_passes = False
+            return True
+        if not self._counts_passes:
+            most = MOST_MICROBATCHES
+            if not probe.is_usable:
+                has_optimizer = self._loop.has_optimizer()
+                most = MOST_MICROBATCHES_UNSEEN
+                most = MOST_MICROBATCHES_OF_AN_OPTIMIZER if has_optimizer else most
+            self._counts_passes = backwards >= most
+        return self._counts_passes
+
     # Evaluation
 
     def evaluation_mode(self, module: Any) -> bool:
         """A module was switched to `eval()`. Return whether its `train()` is of interest."""
-        if self.evaluates or not self._loop.is_open or not self._loop.has_optimized:
+        loop = self._loop
+        if self.evaluates or not loop.is_open or not loop.has_steps:
             return False
         if self._rejected >= MOST_REJECTED_EVALUATIONS:
             return False

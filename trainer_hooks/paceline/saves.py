@@ -77,7 +77,9 @@ class Saves:
         loop, step = self._loop, self._recorder.step
         if not loop.has_begun:
             return None
-        if loop.is_open and loop.has_optimized and not loop.optimizer_calls:
+        if loop.is_recognized and loop.watcher is not None:
+            loop.watcher.note_update()
+        if loop.is_open and loop.has_steps and not loop.optimizer_calls:
             return step  # the optimizer has not stepped in it yet
         return step + 1
 

@@ -31,6 +31,7 @@ from paceline.recorder import Recorder
 from paceline.saves import Saves
 from paceline.sections import INERT, OtherThreadSection, StatusSection, Transfer
 from paceline.torch_events import CheckpointSections, TorchEvents
+from paceline.updates import UpdateProbe
 from paceline.writer import Pipelining, Section
 from paceline.writer.interface import Timed
 from paceline_wire.coverage import NOT_RECORDED, RECORDER
@@ -223,6 +224,9 @@ class Session:
             self.loop.first_step = self._events.completed_steps
             self.loop.has_optimizer = self._events.has_optimizer
             self.recognition.has_one_optimizer = self._events.has_one_optimizer
+            self.recognition.probe = UpdateProbe(
+                sys.modules["torch"], self._events.optimized_parameters
+            )
             self.loop.watcher = self.recognition
             self.loop.after_step = self.step_ended
 
@@ -232,6 +236,13 @@ class Session:
             self._events.stop()
             self._events = None
             self.loop.watcher = self.loop.after_step = self.loop.first_step = None
+            self.recognition.probe = None
+
+    def watch_optimizers(self) -> None:
+        """Report optimizer steps from now on; not from inside of one. Without it, they are reported
+        from the first backward pass on."""
+        if self._events is not None:
+            self._events.watch_optimizers()
 
     def backward_ran(self) -> None:
         """A pipeline schedule ran a backward pass with `torch.autograd.grad`, which torch's events

@@ -83,6 +83,8 @@ class TorchEvents:
         _replace(torch.optim.Optimizer, "_patch_step_function", self._create_optimizer)
         _replace(torch.amp.GradScaler, "step", self._scaler_step)
         _replace(torch.autograd, "backward", self._backward)
+        if hasattr(torch.autograd, "_engine_run_backward"):
+            _replace(torch.autograd, "_engine_run_backward", self._gradients)
         _replace(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._fetch)
         _replace(torch.nn.Module, "eval", self._eval)
         self._train = torch.nn.Module.train
@@ -234,7 +236,7 @@ class TorchEvents:
             if self.memory is not None:
                 self._report(self.memory.phase_ends, MemoryKind.AFTER_FORWARD)
             try:
-                recognition.backward_begins()
+                recognition.backward_begins(args[0] if args else kwargs.get("tensors"))
             except Exception:
                 self._failed()
             try:
@@ -248,6 +250,34 @@ class TorchEvents:
                     self._report(self.memory.phase_ends, MemoryKind.AFTER_BACKWARD)
 
         return _disabled(backward)
+
+    def _gradients(self, original: Function) -> Function:
+        """Report a pass of `autograd.grad`, which calls the engine as `backward` does."""
+        modes = getattr(self._torch._C, "_len_torch_dispatch_stack", int)
+
+        @wraps(original)
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            recognition = self.recognition
+            ignored = recognition is None or kwargs.get("accumulate_grad") or modes()
+            if ignored or recognition is None or get_ident() != self._owner:
+                return original(outputs, *args, **kwargs)
+            if not self._watches_optimizers:
+                self._report(self.watch_optimizers)
+            inputs = args[3] if len(args) > 3 else ()
+            begun = self._report(recognition.gradients_begin, outputs, inputs)
+            try:
+                return original(outputs, *args, **kwargs)
+            finally:
+                if begun is not False:  # or it failed
+                    self._report(recognition.backward_ends)
+
+        return run
+
+    def optimized_parameters(self) -> Iterator[Any]:
+        """Yield the parameters of all known optimizers."""
+        for optimizer in list(self._optimizers):
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     # Data
 

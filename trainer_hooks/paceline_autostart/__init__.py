@@ -72,7 +72,7 @@ def _replace(original: Callable[..., Any], is_imported_by_script: Callable[[], b
 def _before_optimizer_step(*_: Any) -> None:
     # Torch iterates over its hooks here, so this one cannot remove itself.
     if _started_in != os.getpid():
-        _start()
+        _start(in_optimizer_step=True)
 
 
 def _nothing(*_: Any) -> None:
@@ -85,7 +85,7 @@ def _nothing(*_: Any) -> None:
 _before_optimizer_step._torchdynamo_inline = _nothing  # type: ignore[attr-defined]
 
 
-def _start() -> None:
+def _start(*, in_optimizer_step: bool = False) -> None:
     global _started_in
     if _started_in == os.getpid():
         return
@@ -93,7 +93,7 @@ def _start() -> None:
     try:
         from paceline.hooks import autostart  # noqa: PLC0415
 
-        autostart()
+        autostart(in_optimizer_step=in_optimizer_step)
     except Exception as error:
         _warn("nothing is recorded: %s", error)
 
