@@ -14,6 +14,7 @@ export type Job = Schemas["Job"];
 export type Ledger = Schemas["LedgerModel"];
 export type Node = Schemas["Node"];
 export type Rank = Schemas["Rank"];
+export type RecoveryReport = Schemas["RecoveryReport"];
 export type Step = Schemas["Step"];
 export type Topology = Schemas["TopologyModel"];
 export type Verdict = Schemas["Verdict"];
@@ -151,6 +152,8 @@ export const STEPS_KEPT = 2000;
 /** Small enough that the median shows a slow rank about three steps after its onset. */
 const GRID_STEPS = 5;
 
+const RECOVERY_DAYS = 28;
+
 export const api = {
   caller: () => get<Caller>("/api/v1/caller"),
   jobs: () => list<Job>("/api/v1/jobs"),
@@ -166,6 +169,7 @@ export const api = {
   nodes: () => list<Node>("/api/v1/nodes"),
   incidents: (job: string) => list<Incident>("/api/v1/incidents", { job }),
   actions: (job: string) => list<Action>("/api/v1/actions", { job }),
+  recoveries: (job: string) => get<RecoveryReport>("/api/v1/recoveries", { job, days: RECOVERY_DAYS }),
   approve: (id: string) => decide("/api/v1/actions/{action_id}/approve", id),
   reject: (id: string) => decide("/api/v1/actions/{action_id}/reject", id),
 };

@@ -508,6 +508,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/recoveries": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Recoveries
+         * @description Return how long recoveries took: quantiles of each part by kind, launcher and week.
+         */
+        get: operations["list_recoveries"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/healthz": {
         parameters: {
             query?: never;
@@ -617,6 +637,8 @@ export interface components {
              * Format: date-time
              */
             created_at: string;
+            /** Decided By */
+            decided_by?: string | null;
             /** Error */
             error: string | null;
             /** Exclude Nodes */
@@ -1059,7 +1081,9 @@ export interface components {
          *       "job_id": "job-ec83bfc8",
          *       "kind": "straggler",
          *       "node": "node-1",
+         *       "onset_at": "2026-11-20T20:15:57.100000Z",
          *       "onset_step": 14,
+         *       "opened_at": "2026-11-20T20:16:02.000000Z",
          *       "persistence": "persistent",
          *       "rank": 2,
          *       "severity": "critical",
@@ -1109,8 +1133,12 @@ export interface components {
             link?: number[] | null;
             /** Node */
             node: string | null;
+            /** Onset At */
+            onset_at?: string | null;
             /** Onset Step */
             onset_step: number | null;
+            /** Opened At */
+            opened_at?: string | null;
             /** Persistence */
             persistence?: ("persistent" | "transient" | "chronic") | null;
             /** Rank */
@@ -1120,6 +1148,7 @@ export interface components {
              * @default []
              */
             ranks: number[];
+            recovery?: components["schemas"]["RecoveryModel"] | null;
             /** Resolved At */
             resolved_at: string | null;
             /** Severity */
@@ -1193,7 +1222,9 @@ export interface components {
          *           "job_id": "job-ec83bfc8",
          *           "kind": "straggler",
          *           "node": "node-1",
+         *           "onset_at": "2026-11-20T20:15:57.100000Z",
          *           "onset_step": 14,
+         *           "opened_at": "2026-11-20T20:16:02.000000Z",
          *           "persistence": "persistent",
          *           "rank": 2,
          *           "severity": "critical",
@@ -1336,6 +1367,7 @@ export interface components {
          *         "communication_seconds": 1.1,
          *         "compute_seconds": 11.2,
          *         "data_wait_seconds": 0.1,
+         *         "ettr_ratio": 0.66,
          *         "goodput_ratio": 0.33,
          *         "idle_seconds": 1.4,
          *         "lost_seconds": 0,
@@ -1847,6 +1879,7 @@ export interface components {
          *             "communication_seconds": 1.1,
          *             "compute_seconds": 11.2,
          *             "data_wait_seconds": 0.1,
+         *             "ettr_ratio": 0.66,
          *             "goodput_ratio": 0.33,
          *             "idle_seconds": 1.4,
          *             "lost_seconds": 0,
@@ -1994,6 +2027,8 @@ export interface components {
             compute_seconds: number;
             /** Data Wait Seconds */
             data_wait_seconds: number;
+            /** Ettr Ratio */
+            ettr_ratio?: number | null;
             /** Goodput Ratio */
             goodput_ratio: number | null;
             /** Idle Seconds */
@@ -2250,6 +2285,20 @@ export interface components {
             type: string;
         };
         /**
+         * QuantilesModel
+         * @description Quantiles of `count` values by nearest rank: each one is a value that occurred.
+         */
+        QuantilesModel: {
+            /** Count */
+            count: number;
+            /** P50 Seconds */
+            p50_seconds: number;
+            /** P90 Seconds */
+            p90_seconds: number;
+            /** P99 Seconds */
+            p99_seconds: number;
+        };
+        /**
          * Rank
          * @example {
          *       "condition": "running",
@@ -2423,6 +2472,89 @@ export interface components {
              * @enum {string}
              */
             state: "none" | "asked" | "taken" | "failed";
+        };
+        /**
+         * RecoveryGroup
+         * @description Recoveries from incidents of one kind through one launcher, in one week or in all.
+         */
+        RecoveryGroup: {
+            /** Count */
+            count: number;
+            /** Kind */
+            kind: string;
+            /** Launcher */
+            launcher: string;
+            /** Parts */
+            parts: {
+                [key: string]: components["schemas"]["QuantilesModel"];
+            };
+            /** Week */
+            week: string | null;
+        };
+        /**
+         * RecoveryModel
+         * @description The parts of a repair in seconds (docs/repair.md); null: not part of it, or not known.
+         */
+        RecoveryModel: {
+            /** Approve Seconds */
+            approve_seconds?: number | null;
+            /** Decide Seconds */
+            decide_seconds?: number | null;
+            /** Detect Seconds */
+            detect_seconds?: number | null;
+            /** Launch Seconds */
+            launch_seconds?: number | null;
+            /** Place Seconds */
+            place_seconds?: number | null;
+            /** Resume Seconds */
+            resume_seconds?: number | null;
+            /** Save Seconds */
+            save_seconds?: number | null;
+            /** Start Seconds */
+            start_seconds?: number | null;
+            /** Stop Seconds */
+            stop_seconds?: number | null;
+            /** Total Seconds */
+            total_seconds?: number | null;
+        };
+        /**
+         * RecoveryReport
+         * @example {
+         *       "groups": [
+         *         {
+         *           "count": 12,
+         *           "kind": "failure",
+         *           "launcher": "paceline",
+         *           "parts": {
+         *             "detect": {
+         *               "count": 12,
+         *               "p50_seconds": 0.9,
+         *               "p90_seconds": 1.3,
+         *               "p99_seconds": 1.4
+         *             },
+         *             "total": {
+         *               "count": 12,
+         *               "p50_seconds": 4.8,
+         *               "p90_seconds": 9.7,
+         *               "p99_seconds": 31
+         *             }
+         *           }
+         *         }
+         *       ],
+         *       "is_complete": true,
+         *       "since": "2026-10-23T20:16:21.000000Z"
+         *     }
+         */
+        RecoveryReport: {
+            /** Groups */
+            groups: components["schemas"]["RecoveryGroup"][];
+            /** Is Complete */
+            is_complete: boolean;
+            /**
+             * Since
+             * Format: date-time
+             */
+            since: string;
         };
         /**
          * ScalingModel
@@ -4936,6 +5068,67 @@ export interface operations {
             };
             /** @description Not Found */
             404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_recoveries: {
+        parameters: {
+            query?: {
+                /** @description Only the last days. */
+                days?: number;
+                /** @description Only recoveries of this job. */
+                job?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RecoveryReport"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from paceline_cli import render
@@ -32,6 +34,7 @@ def incidents(
     paceline incidents                       all, the worst first
     paceline incidents --job JOB --state open
     paceline incidents show INCIDENT         causes, evidence and counter-evidence
+    paceline incidents recoveries            how long repairs took
     """
     ctx.obj = ctx.with_resource(Client(server, token))
     if ctx.invoked_subcommand is not None:
@@ -62,6 +65,67 @@ def incidents(
     )
 
 
+PARTS = ("detect", "decide", "approve", "save", "stop", "place", "launch", "start", "resume")
+
+
+def show_recovery(found: dict[str, Any] | None) -> None:
+    """Print one line on how long each part of the repair took, if one was begun."""
+    if found is None:
+        return
+    seconds = {part: found[f"{part}_seconds"] for part in (*PARTS, "total")}
+    total = seconds.pop("total")
+    parts = [
+        f"{part} {render.seconds(value)}" for part, value in seconds.items() if value is not None
+    ]
+    whole = "not recovered" if total is None else f"recovered in {render.seconds(total)}"
+    click.echo(f"{whole}: {', '.join(parts)}")
+
+
+@incidents.command()
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3660),
+    default=28,
+    show_default=True,
+    help="Only recoveries of the last days.",
+)
+@click.option("--job", help="Only recoveries of this job.")
+@json_option
+@click.pass_obj
+def recoveries(client: Client, days: int, job: str | None, as_json: bool) -> None:
+    """Show how long repairs took: p50, p90 and p99 by kind, launcher and week."""
+    if job is not None:
+        client.get(f"/jobs/{job}")  # fails with a message if there is no such job
+    found = client.get("/recoveries", days=days, job=job)
+    if as_json:
+        render.show_json(found)
+        return
+    render.show_table(
+        ("KIND", "LAUNCHER", "WEEK", "COUNT", *(part.upper() for part in (*PARTS, "total"))),
+        [
+            (
+                group["kind"],
+                group["launcher"],
+                group["week"] or "all",
+                group["count"],
+                *(_quantiles(group["parts"].get(part)) for part in (*PARTS, "total")),
+            )
+            for group in found["groups"]
+        ],
+        f"No job was repaired in the last {days} days.",
+    )
+    if found["groups"]:
+        click.echo("Seconds: p50/p90/p99.")
+    if not found["is_complete"]:
+        click.echo("Only the newest recoveries were counted.")
+
+
+def _quantiles(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    return "/".join(f"{found[f'{name}_seconds']:.3g}" for name in ("p50", "p90", "p99"))
+
+
 @incidents.command()
 @click.argument("incident")
 @json_option
@@ -75,6 +139,7 @@ def show(ctx: click.Context, incident: str, as_json: bool) -> None:
         return
     click.echo(found["summary"])
     click.echo(f"{found['kind']}, {found['state']}, detected {render.clock(found['detected_at'])}")
+    show_recovery(found.get("recovery"))  # an earlier server has none
     if found["speedup"] is not None:
         click.echo(f"Fixing it gives {found['speedup']:.2f}x (what-if replay).")
     if found["advice"]:

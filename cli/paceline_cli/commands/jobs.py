@@ -198,6 +198,8 @@ def show_ledger(ledger: dict[str, Any]) -> None:
         if ledger.get(f"{part}_seconds", 0.0) >= wall / 1000  # an earlier server lacks some
     ]
     click.echo(f"{render.seconds(wall)} of wall time: " + ", ".join(parts))
+    if ledger.get("ettr_ratio") is not None:
+        click.echo(f"ETTR {render.percent(ledger['ettr_ratio'])}: time in steps that count")
 
 
 def _rounded(value: float) -> str:

@@ -30,6 +30,7 @@ _LEDGER = {
     "startup_seconds": 12.7,
     "idle_seconds": 1.4,
     "goodput_ratio": 0.33,
+    "ettr_ratio": 0.66,
     "useful_steps": 27,
     "lost_steps": 0,
     "samples": 864,
@@ -282,8 +283,11 @@ _INCIDENT = {
     "persistence": "persistent",
     "onset_step": 14,
     "detected_step": 18,
+    "opened_at": "2026-11-20T20:16:02.000000Z",
+    "onset_at": "2026-11-20T20:15:57.100000Z",
     "detected_at": "2026-11-20T20:16:02.000000Z",
     "resolved_at": None,
+    "recovery": None,
     "evidence": [
         {
             "text": "compute time 1202 ms per step since step 14; 486 ms at the speed of its peers",
@@ -378,6 +382,7 @@ _ACTION = {
     },
     "lost_steps": None,
     "resumed_step": None,
+    "decided_by": None,
     "error": None,
 }
 _AUDIT = {
@@ -388,6 +393,34 @@ _AUDIT = {
     "verb": "approved",
     "subject": "act-b6596142",
     "detail": "node-1 is due for service anyway",
+}
+
+
+_RECOVERIES = {
+    "since": "2026-10-23T20:16:21.000000Z",
+    "is_complete": True,
+    "groups": [
+        {
+            "kind": "failure",
+            "launcher": "paceline",
+            "week": None,
+            "count": 12,
+            "parts": {
+                "detect": {
+                    "count": 12,
+                    "p50_seconds": 0.9,
+                    "p90_seconds": 1.3,
+                    "p99_seconds": 1.4,
+                },
+                "total": {
+                    "count": 12,
+                    "p50_seconds": 4.8,
+                    "p90_seconds": 9.7,
+                    "p99_seconds": 31.0,
+                },
+            },
+        }
+    ],
 }
 
 
@@ -425,6 +458,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "IncidentPage": _page(_INCIDENT),
     "Action": _ACTION,
     "ActionPage": _page(_ACTION),
+    "RecoveryReport": _RECOVERIES,
     "AuditRecord": _AUDIT,
     "AuditPage": _page(_AUDIT),
     "ActionDecision": {"comment": "node-1 is due for service anyway"},

@@ -14,8 +14,10 @@ from prometheus_client.registry import Collector
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from paceline_server.api.recoveries import DAY_NS, ROWS, groups
+from paceline_server.api.schemas import RecoveryGroup
 from paceline_server.steps.types import Ledger, StepSummary
-from paceline_server.store import queries
+from paceline_server.store import queries, recoveries
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.log import FINISHED, oldest_unread_ns
 from paceline_server.store.models import IncidentRow, JobRow
@@ -24,6 +26,8 @@ from paceline_server.store.shares import medians, newest_shares
 _JOBS = 200
 _INCIDENTS = 200
 _DETAILED_JOBS = 20  # jobs with per-rank and per-stage metrics
+_RECOVERY_DAYS = 7
+_RECOVERIES_SECONDS = 60.0
 _RANKS = 64  # the slowest ranks of a job
 _PARTS = tuple(
     name.removesuffix("_seconds")
@@ -45,9 +49,19 @@ class JobCollector(Collector):
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._recoveries: tuple[float, list[RecoveryGroup]] | None = None
 
     def describe(self) -> Iterable[Metric]:
         return []
+
+    def _recovery_groups(self, session: Session) -> list[RecoveryGroup]:
+        """Return the recoveries of the last days; at most a minute old, because they are many."""
+        now = time.monotonic()
+        if self._recoveries is None or now - self._recoveries[0] > _RECOVERIES_SECONDS:
+            since_ns = time.time_ns() - _RECOVERY_DAYS * DAY_NS
+            rows = recoveries.since(session, since_ns, ROWS)
+            self._recoveries = now, list(groups(rows, by_week=False))
+        return self._recoveries[1]
 
     def collect(self) -> Iterator[Metric]:
         try:
@@ -71,6 +85,7 @@ class JobCollector(Collector):
                     .limit(_INCIDENTS)
                 ).all()
                 unread_ns = oldest_unread_ns(session)
+                repaired = self._recovery_groups(session)
                 detailed = jobs[:_DETAILED_JOBS]
                 newest = {
                     job.id: row.summary
@@ -86,8 +101,31 @@ class JobCollector(Collector):
         yield from _each(jobs)
         yield _ledgers(jobs)
         yield _verdicts(open_incidents)
+        yield from _recoveries(repaired)
         yield _slowest_ranks(detailed, slowdowns)
         yield _bubbles(detailed, newest)
+
+
+def _recoveries(groups: Iterable[RecoveryGroup]) -> Iterator[Metric]:
+    labels = ["kind", "launcher"]
+    count = GaugeMetricFamily(
+        "paceline_recoveries", "Recoveries of the last seven days.", labels=labels
+    )
+    seconds = GaugeMetricFamily(
+        "paceline_recovery_seconds",
+        "Quantiles of the parts of the recoveries of the last seven days (docs/repair.md).",
+        labels=[*labels, "part", "quantile"],
+    )
+    for group in groups:
+        count.add_metric([group.kind, group.launcher], group.count)
+        for part, found in group.parts.items():
+            for share, value in (
+                ("0.5", found.p50_seconds),
+                ("0.9", found.p90_seconds),
+                ("0.99", found.p99_seconds),
+            ):
+                seconds.add_metric([group.kind, group.launcher, part, share], value)
+    yield from (count, seconds)
 
 
 def _lag(unread_ns: int | None) -> Metric:
@@ -123,6 +161,11 @@ def _each(jobs: Iterable[JobRow]) -> Iterator[Metric]:
         "Time that the steps need on healthy peers over wall time.",
         labels=labels,
     )
+    ettr = GaugeMetricFamily(
+        "paceline_job_ettr_ratio",
+        "Time of the steps that count, without checkpoints, over wall time.",
+        labels=labels,
+    )
     pace = GaugeMetricFamily(
         "paceline_job_step_duration_seconds", "Median duration of recent steps.", labels=labels
     )
@@ -135,6 +178,8 @@ def _each(jobs: Iterable[JobRow]) -> Iterator[Metric]:
         job_labels = [job.id, job.name]
         if job.ledger.goodput_ratio is not None:
             goodput.add_metric(job_labels, job.ledger.goodput_ratio)
+        if job.ledger.ettr_ratio is not None:
+            ettr.add_metric(job_labels, job.ledger.ettr_ratio)
         for name, family in figures.items():
             value = getattr(job.ledger.efficiency, name)
             if value is not None:
@@ -143,7 +188,7 @@ def _each(jobs: Iterable[JobRow]) -> Iterator[Metric]:
             pace.add_metric(job_labels, job.step_seconds)
         if job.step is not None:
             step.add_metric(job_labels, job.step)
-    yield from (goodput, pace, step, *figures.values())
+    yield from (goodput, ettr, pace, step, *figures.values())
 
 
 def _ledgers(jobs: Iterable[JobRow]) -> Metric:

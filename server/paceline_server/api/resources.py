@@ -16,13 +16,14 @@ from paceline_server.api.scaling import scaling
 from paceline_server.api.times import optional_time, time_of
 from paceline_server.api.verdict import verdict
 from paceline_server.decide.interval_advice import interval_advice
+from paceline_server.decide.recovery import RecoveryTimes
 from paceline_server.decide.types import Experience, Worth
 from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
 from paceline_server.policy import mode_in_effect
 from paceline_server.steps.grid import RankGrid, grid_of
 from paceline_server.steps.types import LOSSES, Ledger, StepMeans, StepSummary
-from paceline_server.store import models, queries, rank_evidence
+from paceline_server.store import models, queries, rank_evidence, recoveries
 from paceline_server.store.shares import medians, newest_shares, without_ranks
 from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import AgentHello, RankStackTraces
@@ -311,8 +312,22 @@ def _reading(reading: models.GpuReading | None) -> dict[str, Any]:
     return fields
 
 
-def incident(row: models.IncidentRow, *, in_full: bool = False) -> schemas.Incident:
+def incidents(session: Session, rows: Sequence[models.IncidentRow]) -> list[schemas.Incident]:
+    found = recoveries.of_incidents(session, [row.view for row in rows])
+    return [_incident(row, found.get(row.id), in_full=False) for row in rows]
+
+
+def incident(
+    session: Session, row: models.IncidentRow, *, in_full: bool = False
+) -> schemas.Incident:
     """Return an incident. `in_full` includes the stacks, which are long."""
+    found = recoveries.of_incidents(session, [row.view])
+    return _incident(row, found.get(row.id), in_full=in_full)
+
+
+def _incident(
+    row: models.IncidentRow, recovery: RecoveryTimes | None, *, in_full: bool
+) -> schemas.Incident:
     view = row.view
     finding = view.finding
     return schemas.Incident(
@@ -337,8 +352,13 @@ def incident(row: models.IncidentRow, *, in_full: bool = False) -> schemas.Incid
         link=None if finding.link is None else list(finding.link),
         onset_step=finding.onset_step,
         detected_step=finding.step,
-        detected_at=time_of(view.opened_ns),
+        opened_at=time_of(view.opened_ns),
+        onset_at=optional_time(view.onset_ns),
+        detected_at=time_of(view.detection_ns),
         resolved_at=optional_time(view.resolved_ns),
+        recovery=None
+        if recovery is None
+        else schemas.RecoveryModel(**msgspec.structs.asdict(recovery)),
         evidence=[_evidence(each) for each in finding.evidence],
         counter_evidence=[_evidence(each) for each in finding.counter_evidence],
         causes=[_cause(each) for each in finding.causes],
@@ -433,6 +453,7 @@ def action(row: models.ActionRow) -> schemas.Action:
         worth=None if view.worth is None else worth(view.worth),
         lost_steps=view.lost_steps,
         resumed_step=view.resumed_step,
+        decided_by=view.decided_by,
         error=view.error,
     )
 

@@ -32,6 +32,7 @@ from paceline_server.api.routes import (
     jobs,
     login,
     nodes,
+    recoveries,
     trace,
     what_if,
 )
@@ -45,6 +46,7 @@ _RESOURCES = (
     evidence,
     nodes,
     incidents,
+    recoveries,
     actions,
     audit,
     events,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import date, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -90,6 +90,8 @@ class LedgerModel(Resource):
     idle_seconds: float
     # time that the same steps need on healthy peers over wall time
     goodput_ratio: float | None
+    # time of the steps that count, without their checkpoints, over wall time
+    ettr_ratio: float | None = None
     useful_steps: int
     lost_steps: int
     samples: int | None  # sum over the useful steps; null: not counted
@@ -460,6 +462,21 @@ class FlightRecorder(Resource):
     report: dict[str, Any] | None = None  # same as `paceline analyze --flight-recorder --json`
 
 
+class RecoveryModel(Resource):
+    """The parts of a repair in seconds (docs/repair.md); null: not part of it, or not known."""
+
+    detect_seconds: float | None = None  # from the onset to the detection
+    decide_seconds: float | None = None
+    approve_seconds: float | None = None  # until a person approved it
+    save_seconds: float | None = None  # until a checkpoint was saved
+    stop_seconds: float | None = None  # until all ranks were dead
+    place_seconds: float | None = None  # wait for nodes or the backoff
+    launch_seconds: float | None = None  # until the launcher of an external job ran new ranks
+    start_seconds: float | None = None  # until all ranks were started
+    resume_seconds: float | None = None  # until all ranks had finished a step
+    total_seconds: float | None = None  # null: not recovered
+
+
 class Incident(Resource):
     id: str
     job_id: str
@@ -482,8 +499,12 @@ class Incident(Resource):
     link: list[int] | None = None  # slow link: source and destination rank
     onset_step: int | None
     detected_step: int | None
-    detected_at: datetime
+    opened_at: datetime | None = None  # earlier if it began as a lesser problem
+    # The end of the last step before training stopped, or the start of the first slow one.
+    onset_at: datetime | None = None
+    detected_at: datetime  # when the problem that it describes was detected
     resolved_at: datetime | None
+    recovery: RecoveryModel | None = None  # null: no restart was begun for it
     evidence: list[EvidenceModel]
     counter_evidence: list[EvidenceModel]
     causes: list[CauseModel] = []  # most likely first
@@ -541,7 +562,33 @@ class Action(Resource):
     worth: WorthModel | None  # restarts for a slowdown only
     lost_steps: int | None
     resumed_step: int | None
+    decided_by: str | None = None  # who approved or rejected it
     error: str | None
+
+
+class QuantilesModel(Resource):
+    """Quantiles of `count` values by nearest rank: each one is a value that occurred."""
+
+    count: int
+    p50_seconds: float
+    p90_seconds: float
+    p99_seconds: float
+
+
+class RecoveryGroup(Resource):
+    """Recoveries from incidents of one kind through one launcher, in one week or in all."""
+
+    kind: str
+    launcher: str  # paceline: started by its agents
+    week: date | None  # its Monday, UTC; null: all weeks
+    count: int
+    parts: dict[str, QuantilesModel]  # fields of `RecoveryModel` without `_seconds`
+
+
+class RecoveryReport(Resource):
+    since: datetime
+    is_complete: bool  # false: only the newest recoveries were counted
+    groups: list[RecoveryGroup]
 
 
 class AuditRecord(Resource):

@@ -95,8 +95,43 @@ def open_incident(draft: Draft, finding: Finding, symptoms: Iterable[Finding] = 
         symptoms=list(symptoms),
         opened_ns=draft.now_ns,
     )
+    incident = _detected_now(draft, incident)
     draft.audit(f"detector:{finding.kind}", "opened", incident.incident_id, finding.summary)
     return draft.put_incident(incident)
+
+
+def _detected_now(draft: Draft, incident: IncidentView) -> IncidentView:
+    """Return the incident with its problem detected now, and the time when that began."""
+    finding, times = incident.finding, draft.view.step_times
+    onset_ns = None
+    if finding.generation != draft.view.generation:
+        pass  # the times are of other steps
+    elif kind_of(finding.kind).effect == "stopped":
+        onset_ns = max((ended_ns for _, ended_ns in times.values()), default=None)
+    elif finding.onset_step is not None and finding.onset_step in times:
+        onset_ns, _ = times[finding.onset_step]
+    if onset_ns is not None and onset_ns > draft.now_ns:
+        onset_ns = None  # by a wrong clock
+    return replace(incident, detected_ns=draft.now_ns, onset_ns=onset_ns)
+
+
+def _is_greater_problem(finding: Finding, before: Finding) -> bool:
+    """Return whether a verdict is not the problem that was detected before.
+
+    Training is slower than notable, or has stopped, where it was not; or it began to be slow later
+    than that.
+    """
+    if _level(finding) != _level(before):
+        return _level(finding) > _level(before)
+    onset, detected = finding.onset_step, before.step
+    is_same = _key(finding) == _key(before) or is_fatal(finding)
+    return not is_same and onset is not None and detected is not None and onset > detected
+
+
+def _level(finding: Finding) -> int:
+    if is_fatal(finding):
+        return 2
+    return 0 if finding.severity == "info" or finding.cleared else 1
 
 
 def resolve(draft: Draft, incident: IncidentView, why: str) -> None:
@@ -189,6 +224,8 @@ def _add_symptom(draft: Draft, incident: IncidentView, finding: Finding) -> None
     ):
         found = replace(finding, detected_ns=min(main.detected_ns, finding.detected_ns))
         incident = replace(incident, finding=found, symptoms=[main, *incident.symptoms])
+        if _is_greater_problem(finding, main):
+            incident = _detected_now(draft, incident)
         draft.escalated.add(incident.incident_id)
         verb = "explained"
     else:
@@ -222,7 +259,10 @@ def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
         onset_step=finding.onset_step if before.onset_step is None else before.onset_step,
         step=before.step,
     )
+    is_main = before is incident.finding
     incident = _map(incident, lambda one: after if one is before else one)
+    if is_main and _is_greater_problem(after, before):
+        incident = _detected_now(draft, incident)
     draft.put_incident(incident)
     if strength(after) > strength(before) or before.can_checkpoint > after.can_checkpoint:
         draft.escalated.add(incident.incident_id)

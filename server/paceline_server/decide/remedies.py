@@ -110,7 +110,7 @@ def _may_continue(draft: Draft, incident: IncidentView) -> bool:
         return False
     if any(symptom.follows == HANG.name for symptom in incident.symptoms):
         return False  # its ranks were killed
-    return draft.now_ns - incident.opened_ns < draft.policy.hang_patience_seconds * NANOSECONDS
+    return draft.now_ns - incident.detection_ns < draft.policy.hang_patience_seconds * NANOSECONDS
 
 
 def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:

@@ -5,6 +5,7 @@ Times are nanoseconds of the server's CLOCK_REALTIME.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -128,11 +129,22 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     symptoms: list[Finding] = []  # other findings grouped into it
     state: IncidentState = "open"
     opened_ns: int
+    # When the problem of `finding` was detected. Later than `opened_ns` if the incident began as a
+    # lesser problem, such as a slowdown before a crash. None: stored by an earlier release.
+    detected_ns: int | None = None
+    # When the problem began: the end of the last step before training stopped, or the start of the
+    # first slow step. None: not known.
+    onset_ns: int | None = None
     resolved_ns: int | None = None
     action_ids: list[str] = []
     stacks_asked: list[int] = []  # ranks whose Python stacks were requested
     stacks_asked_ns: int | None = None  # when stacks were last requested
     dumps_asked_ns: int | None = None  # when Flight Recorder dumps of all ranks were requested
+
+    @property
+    def detection_ns(self) -> int:
+        """When its problem was detected."""
+        return self.opened_ns if self.detected_ns is None else self.detected_ns
 
 
 class ActionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +167,7 @@ class ActionView(msgspec.Struct, frozen=True, kw_only=True):
     price_seconds: float | None = None
     worth: Worth | None = None  # restarts for a slowdown only
     resumed_step: int | None = None  # first step trained after the restart
+    decided_by: str | None = None  # the person who approved or rejected it
     error: str | None = None
 
     @property
@@ -205,6 +218,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     highest_step: int | None = None  # finished by all ranks, over all generations
     checkpoint_step: int | None = None  # newest step that every rank reported as committed
     first_step: int | None = None  # first step that all ranks of this generation finished
+    # Start and end of the recent steps of this generation, the newest last.
+    step_times: Mapping[int, tuple[int, int]] = {}
     experience: Experience = Experience()
     # Whether all ranks save a checkpoint on command; None: not yet known.
     can_checkpoint: bool | None = None

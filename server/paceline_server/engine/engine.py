@@ -140,6 +140,7 @@ class Engine:
             checkpoint_interval_steps=running.checkpoint_interval_steps(),
             checkpoint_seconds=running.checkpoint_seconds(),
             first_step=running.first_step,
+            step_times=running.step_times,
             ended_ns=max(map(self._clocks.server_time_ns, running.exit_times), default=None),
             ended_received_ns=max(
                 (exited.received_ns for exited in running.exit_times), default=None

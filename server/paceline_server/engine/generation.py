@@ -61,6 +61,7 @@ REPLAYED_STEPS = 8
 _EARLIER_RANKS = 1024  # most ranks of earlier runs that are remembered
 _CRITICAL_COST = 0.1  # a slowdown that costs less is not critical
 REPLAYED_ROWS = 1 << 21
+TIMED_STEPS = 1024  # whose start and end are kept
 
 
 class RunningGeneration:
@@ -116,6 +117,7 @@ class RunningGeneration:
         self._active_findings: dict[str, Finding] = {}  # by fingerprint
         self._steps_finished = 0
         self.first_step: int | None = None  # that all ranks finished
+        self.step_times: dict[int, tuple[int, int]] = {}  # start and end of the recent steps
         self._blocked_seconds: deque[float] = deque(maxlen=SAVED_STEPS)  # by recent checkpoints
         self._saved_steps: deque[int] = deque(maxlen=SAVED_STEPS)  # newest complete checkpoints
 
@@ -245,6 +247,10 @@ class RunningGeneration:
         steps = [self._with_goodput(summary, timing) for summary, timing in finished]
         for summary in steps:
             self._durations.append(summary.duration_seconds)
+            duration_ns = int(summary.duration_seconds * 1e9)
+            self.step_times[summary.step] = summary.started_ns, summary.started_ns + duration_ns
+            if len(self.step_times) > TIMED_STEPS:
+                del self.step_times[next(iter(self.step_times))]
             self._joined.add(summary, now_ns)
         self._steps_finished += len(steps)
         blocked = [timing.ranks.checkpoint_seconds.max(initial=0.0) for _, timing in finished]

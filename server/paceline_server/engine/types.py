@@ -66,5 +66,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     checkpoint_interval_steps: int | None = None  # median of the recent ones of this generation
     checkpoint_seconds: float | None = None  # time that one blocks the slowest rank; median
     first_step: int | None = None  # that all ranks of this generation finished
+    # Start and end of the recent steps of this generation, the newest last; not a copy.
+    step_times: dict[int, tuple[int, int]] = {}
     ended_ns: int | None = None  # when the last rank exited; None: some ranks still run
     ended_received_ns: int | None = None  # when the report of that was received

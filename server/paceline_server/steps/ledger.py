@@ -171,6 +171,7 @@ class GoodputLedger:
             startup_seconds=(state.startup_ns + startup) / 1e9,
             idle_seconds=(state.idle_ns + idle + sums.other) / 1e9,
             goodput_ratio=useful_ns / wall_ns if wall_ns else None,
+            ettr_ratio=(sums.total - sums.checkpoint) / wall_ns if wall_ns else None,
             useful_steps=state.useful_steps,
             lost_steps=state.lost_steps,
             samples=sums.samples or None,

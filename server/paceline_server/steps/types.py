@@ -178,6 +178,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     idle_seconds: float = 0.0
     # compute, optimizer, communication and bubble, as needed on healthy peers, over wall
     goodput_ratio: float | None = None
+    ettr_ratio: float | None = None  # steps that count, without their checkpoints, over wall
     useful_steps: int = 0
     lost_steps: int = 0
     samples: int | None = None  # sum over the useful steps; None: not counted

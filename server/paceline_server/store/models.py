@@ -377,6 +377,29 @@ class ActionRow(Base):
     view: Mapped[ActionView] = mapped_column(StructColumn(ActionView))
 
 
+class RecoveryRow(Base):
+    """The times of a finished recovery; see `decide.recovery.RecoveryTimes`."""
+
+    __tablename__ = "recoveries"
+
+    incident_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    kind: Mapped[str] = mapped_column(String(32))  # kind of the incident
+    launcher: Mapped[str] = mapped_column(String(32))
+    resumed_ns: Mapped[int] = mapped_column(index=True)
+    lost_steps: Mapped[int | None]
+    detect_seconds: Mapped[float | None]
+    decide_seconds: Mapped[float | None]
+    approve_seconds: Mapped[float | None]
+    save_seconds: Mapped[float | None]
+    stop_seconds: Mapped[float | None]
+    place_seconds: Mapped[float | None]
+    launch_seconds: Mapped[float | None]
+    start_seconds: Mapped[float | None]
+    resume_seconds: Mapped[float | None]
+    total_seconds: Mapped[float | None]
+
+
 class CommandRow(Base):
     """A command to one agent. Ingest writes `finished_ns`, `ok` and `detail` from the result."""
 

@@ -23,7 +23,7 @@ from paceline_server.decide.types import Acknowledged, ActionView, Decision, Inc
 from paceline_server.engine.types import Placement
 from paceline_server.lag import lag_seconds
 from paceline_server.steps.types import StepSummary
-from paceline_server.store import audit, models
+from paceline_server.store import audit, models, recoveries
 from paceline_server.store.changes import record_change
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
@@ -121,6 +121,8 @@ def write_commit(
         lag,
     )
     _write_actions(session, snapshot, decision, targets.actions, now_ns, lag)
+    launcher = None if snapshot.launch is None else snapshot.launch.launcher
+    recoveries.record(session, job_id, decision.actions, launcher)
     act(session, job_id, decision, over, now_ns)
     _quarantine(session, decision)
     for summary in commit.steps:

@@ -56,6 +56,7 @@ def _view(
         highest_step=columns.highest_step,
         checkpoint_step=columns.checkpoint_step,
         first_step=outcome.first_step,
+        step_times=outcome.step_times,
         experience=columns.experience,
         can_checkpoint=columns.can_checkpoint,
         step_seconds=columns.step_seconds,

@@ -105,6 +105,7 @@ class World:
         self.highest_step: int | None = None
         self.checkpoint_step: int | None = None
         self.first_step: int | None = None  # the first that this generation finished
+        self.step_times: dict[int, tuple[int, int]] = {}
         self.experience = Experience()
         self.stop_requested = False
         self.audit: list[AuditEntry] = []
@@ -280,6 +281,7 @@ class World:
             highest_step=self.highest_step,
             checkpoint_step=self.checkpoint_step,
             first_step=self.first_step,
+            step_times=dict(self.step_times),
             experience=self.experience,
             can_checkpoint=self.can_checkpoint,
             step_seconds=self.step_seconds if self.highest_step is not None else None,
@@ -353,6 +355,8 @@ class World:
         self._completed += 1
         step = self._completed - 1
         self.first_step = step if self.first_step is None else self.first_step
+        duration_ns = int(self.step_seconds * SECOND)
+        self.step_times[step] = self.now_ns - duration_ns, self.now_ns
         self.highest_step = max(step, -1 if self.highest_step is None else self.highest_step)
         for rank in range(self.topology.world_size):
             self._set(rank, step=step)
@@ -526,5 +530,6 @@ class World:
             self.generation = decision.generation
             self._completed = (self.checkpoint_step or 0) if self.resumes else 0
             self.first_step = None
+            self.step_times = {}
             self._since_step_ns = 0
             self._silent_since_ns = None

@@ -48,6 +48,20 @@ def parts_sum(ledger: Ledger) -> float:
     return sum(getattr(ledger, name) for name in names if name != "wall_seconds")
 
 
+def test_ettr_counts_steps_that_are_not_repeated_without_their_checkpoints() -> None:
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
+    first = step(0, 10, 10)
+    saved = [replace(one, checkpoint_seconds=2.0, compute_seconds=4.0) for one in first.ranks]
+    ledger.add(replace(first, ranks=saved), at(20))
+    ledger.add(step(1, 20, 10), at(30))
+    ledger.begin(1, at(35), None)
+    ledger.add(step(1, 40, 10, generation=1), at(50))
+    found = ledger.read(at(60))
+    assert (found.startup_seconds, found.lost_seconds, found.restart_seconds) == (10, 10, 10)
+    assert found.ettr_ratio == pytest.approx((8 + 10) / 60)
+
+
 def test_the_beginning_of_a_job_may_move_back_before_its_first_step():
     ledger = GoodputLedger()
     ledger.begin(0, at(50), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from simulated_node import SimulatedNode, post_job
 
 from paceline_wire.commands import ControlRanks, StartRanks, StopGeneration
@@ -34,6 +35,8 @@ def test_a_job_starts_trains_survives_a_crash_and_stops(
     assert (incident["kind"], incident["rank"], incident["state"]) == ("failure", 1, "resolved")
     job = get(server, f"/jobs/{job_id}")
     assert job["restarts"] == 1
+    assert 0.0 < job["ledger"]["ettr_ratio"] < 1.0
+    check_recovery(server, incident)
 
     server.client.post(f"/api/v1/jobs/{job_id}/stop").raise_for_status()
     wait_for(lambda: get(server, f"/jobs/{job_id}")["state"] == "stopped", "the end")
@@ -42,6 +45,27 @@ def test_a_job_starts_trains_survives_a_crash_and_stops(
     verbs = [record["verb"] for record in get(server, f"/audit?job={job_id}")["items"]]
     assert verbs[-1] == "created"
     assert "asked to stop" in verbs
+
+
+def check_recovery(server: Any, incident: dict[str, Any]) -> None:
+    """The times of the repair are in the incident, the distributions and the metrics."""
+    parts = {name: value for name, value in incident["recovery"].items() if value is not None}
+    total = parts.pop("total_seconds")
+    assert {"decide_seconds", "stop_seconds", "start_seconds", "resume_seconds"} <= parts.keys()
+    assert sum(parts.values()) == pytest.approx(total, abs=1e-6)
+    assert incident["opened_at"] <= incident["detected_at"]
+    assert incident["onset_at"] is None or incident["onset_at"] <= incident["detected_at"]
+    everything, week = get(server, f"/recoveries?job={incident['job_id']}")["groups"]
+    assert (everything["kind"], everything["launcher"], everything["count"]) == (
+        "failure",
+        "paceline",
+        1,
+    )
+    assert everything["parts"]["total"]["p99_seconds"] == total
+    assert (everything["week"], week["count"]) == (None, 1)
+    text = server.client.get("/metrics").text
+    assert 'paceline_recoveries{kind="failure",launcher="paceline"} 1.0' in text
+    assert 'part="total",quantile="0.99"' in text
 
 
 def test_commands_are_carried_out_once(

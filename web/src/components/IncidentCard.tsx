@@ -3,6 +3,7 @@ import { useState } from "preact/hooks";
 import type { Action, Cause, Evidence, Incident } from "../api";
 import * as format from "../format";
 import type { Connection } from "../live";
+import { times } from "../recovery";
 import { appearanceOfIncident } from "../tone";
 import { ActionCard } from "./ActionCard";
 import { Ago } from "./Ago";
@@ -48,6 +49,7 @@ export function IncidentCard({ incident, actions, ...card }: Props) {
       {open && (
         <div class="incident-body">
           <Facts incident={incident} />
+          {incident.recovery != null && <RecoveryTimes recovery={incident.recovery} />}
           {incident.advice != null && (
             <p class="advice">
               <b>What to do:</b> {incident.advice}
@@ -100,6 +102,20 @@ function Facts({ incident }: { incident: Incident }) {
             <dd>{value}</dd>
           </div>
         ))}
+    </dl>
+  );
+}
+
+/** How long each part of the repair took. */
+function RecoveryTimes({ recovery }: { recovery: NonNullable<Incident["recovery"]> }) {
+  return (
+    <dl class="facts recovery" aria-label="Recovery times">
+      {times(recovery).map(([name, value]) => (
+        <div key={name}>
+          <dt>{name}</dt>
+          <dd>{value}</dd>
+        </div>
+      ))}
     </dl>
   );
 }

@@ -13,6 +13,7 @@ import { IncidentCard } from "../components/IncidentCard";
 import { LedgerBar } from "../components/LedgerBar";
 import { Nodes, troubled } from "../components/Nodes";
 import { Panel } from "../components/Panel";
+import { Recoveries } from "../components/Recoveries";
 import { TimeChart } from "../components/TimeChart";
 import { WhatIf } from "../components/WhatIf";
 import * as format from "../format";
@@ -168,10 +169,15 @@ function JobPage({ state, connection, onDecided }: PageProps) {
           <Panel
             id="ledger"
             title="Where the time went"
-            note={`${format.seconds(job.ledger.wall_seconds)} wall time`}
+            note={wallTime(job)}
           >
             <LedgerBar ledger={job.ledger} />
           </Panel>
+          {job.restarts > 0 && (
+            <Panel id="recoveries" title="Recovery times" note="last 28 days">
+              <Recoveries jobId={job.id} restarts={job.restarts + job.open_incidents} />
+            </Panel>
+          )}
           <Panel id="efficiency" title="Efficiency" note={recent(job)}>
             <Efficiency figures={job.efficiency} />
           </Panel>
@@ -270,6 +276,11 @@ function Stats({ job, ended }: { job: Job; ended: number }) {
       </Stat>
     </dl>
   );
+}
+
+function wallTime({ ledger }: Job): string {
+  const ettr = ledger.ettr_ratio == null ? "" : `, ETTR ${format.percent(ledger.ettr_ratio)}`;
+  return `${format.seconds(ledger.wall_seconds)} wall time${ettr}`;
 }
 
 function checkpointNote({ checkpoint_interval_steps, checkpoint_path, checkpoint_advice }: Job): string | undefined {

@@ -91,7 +91,9 @@ def _decide(
             )
         row.restart_of = None  # a rejected one that was waiting no longer restarts
         finished_ns = now_ns if state == "rejected" else None
-        row.view = msgspec.structs.replace(row.view, state=state, finished_ns=finished_ns)
+        row.view = msgspec.structs.replace(
+            row.view, state=state, finished_ns=finished_ns, decided_by=caller.name
+        )
         row.state, row.noticed, row.version = state, False, row.version + 1
         entry = AuditEntry(
             actor=caller.name, verb=state, subject=action_id, detail=body.comment if body else ""

@@ -173,7 +173,7 @@ def _resource(
             return None if step is None else resources.step(step.summary)
         case "incident":
             incident = session.get(models.IncidentRow, subject)
-            return None if incident is None else resources.incident(incident)
+            return None if incident is None else resources.incident(session, incident)
         case "action":
             action = session.get(models.ActionRow, subject)
             return None if action is None else resources.action(action)

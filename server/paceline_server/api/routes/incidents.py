@@ -32,7 +32,7 @@ def list_incidents(
     rows = queries.incidents(session, bounds.limit, urgency_position(bounds), job, state)
     more = len(rows) == bounds.limit
     return schemas.IncidentPage(
-        items=[resources.incident(row) for row in rows],
+        items=resources.incidents(session, rows),
         next_cursor=_cursor(rows[-1]) if more else None,
     )
 
@@ -50,4 +50,4 @@ def get_incident(incident_id: str, session: ReadDep) -> schemas.Incident:
     row = session.get(models.IncidentRow, incident_id) if "\0" not in incident_id else None
     if row is None:
         raise not_found("incident", incident_id)
-    return resources.incident(row, in_full=True)
+    return resources.incident(session, row, in_full=True)
