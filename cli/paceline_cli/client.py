@@ -75,6 +75,9 @@ class Client:
     def post(self, path: str, body: Any = None) -> Any:
         return self._call("POST", path, json={} if body is None else body)
 
+    def patch(self, path: str, body: Any) -> Any:
+        return self._call("PATCH", path, json=body)
+
     def items(self, path: str, **parameters: Any) -> list[Any]:
         """Yield all items of a list, page by page."""
         found: list[Any] = []

@@ -63,6 +63,12 @@ COMMANDS = {
         None,
         "List, approve and reject repairs.",
     ),
+    "policy": (
+        "paceline_cli.commands.policy",
+        "policy",
+        None,
+        "Show, change and check policies.",
+    ),
     "analyze": (
         "paceline_cli.commands.analyze",
         "analyze",

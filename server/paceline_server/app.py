@@ -35,6 +35,7 @@ from paceline_server.metrics import ServingMetrics
 from paceline_server.policy_file import load_policy
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
+from paceline_server.store.policies import record_default
 from paceline_server.store.signals import CommitSignals
 from paceline_server.store.tokens import (
     LOCAL,
@@ -74,11 +75,13 @@ class ServerRuntime:
     log: LogWriter
     background: BackgroundWork | None  # None: other processes run the job worker
     metrics: ServingMetrics
+    policy_file: Path | None
 
     def start(self) -> None:
         """Migrate the database and start all threads."""
         self.database.migrate()
         register_local_tokens(self.database, self.state_directory)
+        record_default_policy(self.database, self.policy_file)
         self.log.start()
         if self.background is not None:
             self.background.start()
@@ -118,7 +121,15 @@ def compose(settings: Settings, *, separate_process: bool) -> ServerRuntime:
         LogWriter(database, signals, metrics),
         background,
         metrics,
+        settings.policy,
     )
+
+
+def record_default_policy(database: Database, path: Path | None) -> None:
+    """Record the policy for new jobs as a version, if it has changed."""
+    source = "built-in policy" if path is None else f"policy file {path.name}"
+    with database.write() as session:
+        record_default(session, load_policy(path), source, time.time_ns())
 
 
 def create_app(settings: Settings, *, separate_process: bool = False) -> FastAPI:
@@ -283,6 +294,7 @@ def _run_worker(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     database.migrate()
+    record_default_policy(database, settings.policy)
     background.start()
     _print("Working")
     stopping.wait()

@@ -1,17 +1,21 @@
 """The values that an operator may change: when Paceline reports, when it acts, and how often.
 
 Every value is defined here once, with its limits, its default and the reason for it;
-docs/policy.md has them as a table. A job's policy is fixed when the job is created: the
-values of the request override those of the server's policy file, which override the defaults.
+docs/policy.md has them as a table. A job gets its policy when it is created: the values of the
+request override those of the server's policy file, which override the defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
+
+from paceline_server.policy_windows import WindowError, check_window
 
 Mode = Literal["default", "observe", "dry-run", "approve", "auto"]
 Resumes = Literal["seen", "yes", "no"]
@@ -81,6 +85,28 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             "unless it is 0. It limits what a wrong verdict can cost.",
         ),
     ] = 0.34
+    maintenance_windows: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="While people work on the cluster, such as `Sat 22:00-06:00 "
+            "Europe/Berlin`: nothing is restarted without the approval of a person, because a node "
+            "that ends then is no failure. What was proposed is carried out after it."
+        ),
+    ] = ()
+    planned_restart_windows: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="If given, planned restarts begin by themselves only in these windows. "
+            "Crashes and hangs are repaired at any time."
+        ),
+    ] = ()
+    approvers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Names of the tokens that may approve or reject actions of the job and "
+            "change its policy. None: every token of scope operator."
+        ),
+    ] = ()
     node_lease_seconds: Annotated[
         float,
         Meta(
@@ -229,7 +255,10 @@ def mode_in_effect(
 
 
 class PolicyError(ValueError):
-    """A value that is not valid for the policy; the message says what was expected and found."""
+    """Values that are not valid for the policy.
+
+    The message says for each what was expected and found, and how to fix it.
+    """
 
 
 class PolicyField(NamedTuple):
@@ -242,23 +271,81 @@ class PolicyField(NamedTuple):
     description: str
 
 
+class PolicyChange(NamedTuple):
+    """One field that differs between two policies."""
+
+    field: str
+    before: object
+    after: object
+
+
 def parse_policy(values: Mapping[str, object], base: Policy | None = None) -> Policy:
     """Return `base` (default: the defaults) with `values` replaced.
 
-    Numbers may be given as text, as on a command line. Raises PolicyError.
+    Numbers may be given as text, as on a command line, and lists as text with commas. Raises
+    PolicyError, which names all values that are not valid.
     """
     hints = get_type_hints(Policy, include_extras=True)
     found: dict[str, Any] = {}
+    problems = []
     for name, value in values.items():
-        if name not in hints:
-            raise PolicyError(f"{name} is not a policy field; expected one of {', '.join(hints)}")
         try:
-            found[name] = msgspec.convert(value, hints[name], strict=False)
-        except msgspec.ValidationError as error:
-            raise PolicyError(
-                f"{name}: expected {_expected(hints[name])}, got {value!r}"
-            ) from error
-    return msgspec.structs.replace(base or Policy(), **found)
+            found[name] = _value(name, value, hints)
+        except PolicyError as error:
+            problems.append(str(error))
+    if not problems:
+        policy = msgspec.structs.replace(base or Policy(), **found)
+        problems = list(_contradictions(policy))
+    if problems:
+        raise PolicyError("; ".join(problems))
+    return policy
+
+
+def _value(name: str, value: object, hints: Mapping[str, Any]) -> Any:
+    if name not in hints:
+        near = difflib.get_close_matches(name, hints, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise PolicyError(f"{name} is not a policy field{hint}; expected one of {', '.join(hints)}")
+    if _is_list(hints[name]) and isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        parsed = msgspec.convert(value, hints[name], strict=False)
+    except msgspec.ValidationError as error:
+        raise PolicyError(f"{name}: expected {_expected(hints[name])}, got {value!r}") from error
+    if name.endswith("_windows"):
+        for text in parsed:
+            try:
+                check_window(text)
+            except WindowError as error:
+                raise PolicyError(f"{name}: {text!r} is not a window: {error}") from error
+    return parsed
+
+
+def _contradictions(policy: Policy) -> Iterator[str]:
+    """Yield a message for each pair of values that contradict each other."""
+    for lower, upper in (
+        ("backoff_seconds", "backoff_maximum_seconds"),
+        ("straggler_slowdown", "straggler_critical_slowdown"),
+    ):
+        least, found = getattr(policy, lower), getattr(policy, upper)
+        if found < least:
+            yield (
+                f"{upper}: expected at least {lower} ({least:g}), got {found:g}; raise {upper} or "
+                f"lower {lower}"
+            )
+
+
+def policy_changes(before: Policy, after: Policy) -> list[PolicyChange]:
+    """Return the fields that differ, in order."""
+    pairs = (
+        (name, getattr(before, name), getattr(after, name)) for name in Policy.__struct_fields__
+    )
+    return [PolicyChange(name, old, new) for name, old, new in pairs if old != new]
+
+
+def policy_hash(policy: Policy) -> str:
+    """Return the SHA-256 of all values, in hexadecimal: equal policies have equal hashes."""
+    return hashlib.sha256(msgspec.json.encode(policy, order="sorted")).hexdigest()
 
 
 def policy_fields() -> list[PolicyField]:
@@ -281,11 +368,15 @@ def policy_table() -> str:
     """Return the table of docs/policy.md."""
     lines = ["| field | default | unit | value | meaning and reason |", "|---|---|---|---|---|"]
     lines += [
-        f"| `{field.name}` | `{field.default}` | {field.unit} | {field.expected} | "
+        f"| `{field.name}` | {_default_text(field.default)} | {field.unit} | {field.expected} | "
         f"{field.description} |"
         for field in policy_fields()
     ]
     return "\n".join(lines)
+
+
+def _default_text(default: object) -> str:
+    return "none" if default == () else f"`{default}`"
 
 
 def policy_schema() -> dict[str, Any]:
@@ -313,8 +404,15 @@ def _meta(hint: Any) -> Meta:
     return next((extra for extra in get_args(hint)[1:] if isinstance(extra, Meta)), Meta())
 
 
+def _is_list(hint: Any) -> bool:
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return get_origin(kind) is tuple
+
+
 def _expected(hint: Any) -> str:
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if _is_list(hint):
+        return "a list of texts"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
     meta = _meta(hint)

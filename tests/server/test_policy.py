@@ -12,7 +12,9 @@ from paceline_server.policy import (
     Policy,
     PolicyError,
     parse_policy,
+    policy_changes,
     policy_fields,
+    policy_hash,
     policy_schema,
     policy_table,
 )
@@ -42,6 +44,14 @@ def test_given_fields_replace_those_of_the_base() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"hang_patience": 1}, "not a policy field (did you mean hang_patience_seconds?)"),
+        ({"mode": "x", "patience": 1}, "got 'x'; patience is not a policy field"),
+        (
+            {"backoff_seconds": 400},
+            "backoff_maximum_seconds: expected at least backoff_seconds (400), got 300; raise",
+        ),
+        ({"maintenance_windows": "Sat"}, "maintenance_windows: 'Sat' is not a window: expected D"),
+        ({"approvers": 3}, "approvers: expected a list of texts, got 3"),
         ({"patience": 1}, "patience is not a policy field; expected one of mode, resumes, resta"),
         (
             {"mode": "manual"},
@@ -67,6 +77,23 @@ def test_an_invalid_value_is_refused_with_what_was_expected(
     with pytest.raises(PolicyError) as caught:
         parse_policy(values)
     assert message in str(caught.value)
+
+
+def test_lists_are_read_from_text_and_from_toml(tmp_path: Path) -> None:
+    windows = ("Sat 22:00-06:00 UTC", "daily 02:00-04:00")
+    policy = parse_policy({"maintenance_windows": ", ".join(windows), "approvers": ""})
+    assert policy == Policy(maintenance_windows=windows)
+    path = tmp_path / "policy.toml"
+    path.write_text('maintenance_windows = ["Sat 22:00-06:00 UTC", "daily 02:00-04:00"]')
+    assert load_policy(path) == policy
+
+
+def test_the_hash_depends_on_every_value_and_on_nothing_else() -> None:
+    policy = Policy(approvers=("alice",))
+    assert policy_hash(policy) == policy_hash(parse_policy({"approvers": ["alice"]}))
+    assert policy_hash(policy) != policy_hash(Policy())
+    [change] = policy_changes(Policy(), policy)
+    assert change == ("approvers", (), ("alice",))
 
 
 def test_a_policy_file_sets_defaults(tmp_path: Path) -> None:

@@ -300,6 +300,28 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job_id}/policy": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        /**
+         * Change Policy
+         * @description Change fields of a job's policy.
+         *
+         *     Decisions follow it at once, and detection from the job's next generation on.
+         */
+        patch: operations["change_policy"];
+        trace?: never;
+    };
     "/api/v1/jobs/{job_id}/ranks": {
         parameters: {
             query?: never;
@@ -508,6 +530,46 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/policies": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Policies
+         * @description List the versions of a policy, newest first. A job without its own has that for new jobs.
+         */
+        get: operations["list_policies"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/policies/{version}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Policy
+         * @description Return one version of a policy, such as the one that decided an action.
+         */
+        get: operations["get_policy"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/recoveries": {
         parameters: {
             query?: never;
@@ -606,6 +668,7 @@ export interface components {
          *       "job_id": "job-ec83bfc8",
          *       "kind": "restart",
          *       "phases": [],
+         *       "policy_version": 3,
          *       "price_seconds": 0,
          *       "price_steps": 0,
          *       "reason": "Checkpoint and restart without node-1: Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
@@ -659,6 +722,8 @@ export interface components {
             lost_steps: number | null;
             /** Phases */
             phases: components["schemas"]["PhaseModel"][];
+            /** Policy Version */
+            policy_version?: number | null;
             /** Price Seconds */
             price_seconds: number | null;
             /** Price Steps */
@@ -704,6 +769,7 @@ export interface components {
          *           "job_id": "job-ec83bfc8",
          *           "kind": "restart",
          *           "phases": [],
+         *           "policy_version": 3,
          *           "price_seconds": 0,
          *           "price_steps": 0,
          *           "reason": "Checkpoint and restart without node-1: Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
@@ -1392,6 +1458,7 @@ export interface components {
          *       "open_incidents": 1,
          *       "pending_actions": 1,
          *       "policy": {
+         *         "approvers": [],
          *         "backoff_maximum_seconds": 300,
          *         "backoff_seconds": 1,
          *         "checkpoint_timeout_seconds": 60,
@@ -1401,9 +1468,11 @@ export interface components {
          *         "hang_checkpoint_seconds": 60,
          *         "hang_evaluation_seconds": 20,
          *         "hang_patience_seconds": 10,
+         *         "maintenance_windows": [],
          *         "mode": "approve",
          *         "node_lease_seconds": 5,
          *         "notable_cost_share": 0.015,
+         *         "planned_restart_windows": [],
          *         "quarantine_share": 0.34,
          *         "restarts_per_day": 50,
          *         "restarts_per_hour": 10,
@@ -1414,6 +1483,7 @@ export interface components {
          *         "straggler_critical_slowdown": 1.5,
          *         "straggler_slowdown": 1.06
          *       },
+         *       "policy_version": 3,
          *       "requested_topology": {
          *         "dp": 2,
          *         "pp": 2,
@@ -1493,6 +1563,11 @@ export interface components {
              */
             policy: {
                 /**
+                 * @description Names of the tokens that may approve or reject actions of the job and change its policy. None: every token of scope operator.
+                 * @default []
+                 */
+                approvers: string[];
+                /**
                  * @description Upper limit of that pause.
                  * @default 300
                  */
@@ -1538,6 +1613,11 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
+                 * @description While people work on the cluster, such as `Sat 22:00-06:00 Europe/Berlin`: nothing is restarted without the approval of a person, because a node that ends then is no failure. What was proposed is carried out after it.
+                 * @default []
+                 */
+                maintenance_windows: string[];
+                /**
                  * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
                  * @default default
                  * @enum {unknown}
@@ -1553,6 +1633,11 @@ export interface components {
                  * @default 0.015
                  */
                 notable_cost_share: number;
+                /**
+                 * @description If given, planned restarts begin by themselves only in these windows. Crashes and hangs are repaired at any time.
+                 * @default []
+                 */
+                planned_restart_windows: string[];
                 /**
                  * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
                  * @default 0.34
@@ -1600,6 +1685,8 @@ export interface components {
                  */
                 straggler_slowdown: number;
             };
+            /** Policy Version */
+            policy_version?: number | null;
             requested_topology: components["schemas"]["JobTopology"];
             /** Restarts */
             restarts: number;
@@ -1688,6 +1775,11 @@ export interface components {
              */
             policy: {
                 /**
+                 * @description Names of the tokens that may approve or reject actions of the job and change its policy. None: every token of scope operator.
+                 * @default []
+                 */
+                approvers: string[];
+                /**
                  * @description Upper limit of that pause.
                  * @default 300
                  */
@@ -1733,6 +1825,11 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
+                 * @description While people work on the cluster, such as `Sat 22:00-06:00 Europe/Berlin`: nothing is restarted without the approval of a person, because a node that ends then is no failure. What was proposed is carried out after it.
+                 * @default []
+                 */
+                maintenance_windows: string[];
+                /**
                  * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
                  * @default default
                  * @enum {unknown}
@@ -1748,6 +1845,11 @@ export interface components {
                  * @default 0.015
                  */
                 notable_cost_share: number;
+                /**
+                 * @description If given, planned restarts begin by themselves only in these windows. Crashes and hangs are repaired at any time.
+                 * @default []
+                 */
+                planned_restart_windows: string[];
                 /**
                  * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
                  * @default 0.34
@@ -1904,6 +2006,7 @@ export interface components {
          *           "open_incidents": 1,
          *           "pending_actions": 1,
          *           "policy": {
+         *             "approvers": [],
          *             "backoff_maximum_seconds": 300,
          *             "backoff_seconds": 1,
          *             "checkpoint_timeout_seconds": 60,
@@ -1913,9 +2016,11 @@ export interface components {
          *             "hang_checkpoint_seconds": 60,
          *             "hang_evaluation_seconds": 20,
          *             "hang_patience_seconds": 10,
+         *             "maintenance_windows": [],
          *             "mode": "approve",
          *             "node_lease_seconds": 5,
          *             "notable_cost_share": 0.015,
+         *             "planned_restart_windows": [],
          *             "quarantine_share": 0.34,
          *             "restarts_per_day": 50,
          *             "restarts_per_hour": 10,
@@ -1926,6 +2031,7 @@ export interface components {
          *             "straggler_critical_slowdown": 1.5,
          *             "straggler_slowdown": 1.06
          *           },
+         *           "policy_version": 3,
          *           "requested_topology": {
          *             "dp": 2,
          *             "pp": 2,
@@ -2254,6 +2360,407 @@ export interface components {
             speedup: number;
             /** Virtual Stages */
             virtual_stages: number;
+        };
+        /** PolicyChangeModel */
+        PolicyChangeModel: {
+            /** After */
+            after: string;
+            /** Before */
+            before: string;
+            /** Field */
+            field: string;
+        };
+        /**
+         * PolicyPage
+         * @example {
+         *       "items": [
+         *         {
+         *           "actor": "alice",
+         *           "at": "2026-11-20T20:15:31.000000Z",
+         *           "changes": [
+         *             {
+         *               "after": "approve",
+         *               "before": "default",
+         *               "field": "mode"
+         *             }
+         *           ],
+         *           "comment": "the storage is being moved",
+         *           "hash": "9f2c6a0d5b1e4c7f8a3d2e1b0c9f8e7d6c5b4a39281706f5e4d3c2b1a0918273",
+         *           "job_id": "job-ec83bfc8",
+         *           "values": {
+         *             "approvers": [],
+         *             "backoff_maximum_seconds": 300,
+         *             "backoff_seconds": 1,
+         *             "checkpoint_timeout_seconds": 60,
+         *             "cycles_without_progress": 3,
+         *             "gpu_hung_seconds": 10,
+         *             "hang_after_seconds": 2.4,
+         *             "hang_checkpoint_seconds": 60,
+         *             "hang_evaluation_seconds": 20,
+         *             "hang_patience_seconds": 10,
+         *             "maintenance_windows": [],
+         *             "mode": "approve",
+         *             "node_lease_seconds": 5,
+         *             "notable_cost_share": 0.015,
+         *             "planned_restart_windows": [],
+         *             "quarantine_share": 0.34,
+         *             "restarts_per_day": 50,
+         *             "restarts_per_hour": 10,
+         *             "resumes": "seen",
+         *             "slow_link_slowdown": 1.1,
+         *             "start_timeout_seconds": 900,
+         *             "stop_timeout_seconds": 15,
+         *             "straggler_critical_slowdown": 1.5,
+         *             "straggler_slowdown": 1.06
+         *           },
+         *           "version": 3
+         *         }
+         *       ]
+         *     }
+         */
+        PolicyPage: {
+            /** Items */
+            items: components["schemas"]["PolicyVersion"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+        };
+        /**
+         * PolicyUpdate
+         * @description Fields of a policy to change (docs/policy.md).
+         * @example {
+         *       "comment": "the storage is being moved",
+         *       "values": {
+         *         "hang_patience_seconds": 60,
+         *         "mode": "approve"
+         *       }
+         *     }
+         */
+        PolicyUpdate: {
+            /**
+             * Comment
+             * @default
+             */
+            comment: string;
+            /**
+             * Policy
+             * @description The policy of one job. Use `parse_policy` for values that come from outside.
+             */
+            values: {
+                /**
+                 * @description Names of the tokens that may approve or reject actions of the job and change its policy. None: every token of scope operator.
+                 * @default []
+                 */
+                approvers: string[];
+                /**
+                 * @description Upper limit of that pause.
+                 * @default 300
+                 */
+                backoff_maximum_seconds: number;
+                /**
+                 * @description Pause before a restart that follows one without progress; doubled each time. After progress there is none.
+                 * @default 1
+                 */
+                backoff_seconds: number;
+                /**
+                 * @description Time for all ranks to save before a planned restart; then the restart is called off and proposed to a person.
+                 * @default 60
+                 */
+                checkpoint_timeout_seconds: number;
+                /**
+                 * @description Restarts in a row without a new step, after which the job is ended.
+                 * @default 3
+                 */
+                cycles_without_progress: number;
+                /**
+                 * @description A GPU that does not answer its driver for longer is reported as hung. Drivers are sometimes busy for seconds.
+                 * @default 10
+                 */
+                gpu_hung_seconds: number;
+                /**
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @default 2.4
+                 */
+                hang_after_seconds: number;
+                /**
+                 * @description The same while a rank saves a checkpoint: slow shared storage blocks every rank at once.
+                 * @default 60
+                 */
+                hang_checkpoint_seconds: number;
+                /**
+                 * @description The same during evaluation, whose forward passes often record nothing.
+                 * @default 20
+                 */
+                hang_evaluation_seconds: number;
+                /**
+                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
+                 * @default 10
+                 */
+                hang_patience_seconds: number;
+                /**
+                 * @description While people work on the cluster, such as `Sat 22:00-06:00 Europe/Berlin`: nothing is restarted without the approval of a person, because a node that ends then is no failure. What was proposed is carried out after it.
+                 * @default []
+                 */
+                maintenance_windows: string[];
+                /**
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @default default
+                 * @enum {unknown}
+                 */
+                mode: "approve" | "auto" | "default" | "dry-run" | "observe";
+                /**
+                 * @description A node silent for longer counts as lost. Agents report every 0.5 s, those of very large jobs every 2.5 s. Keep it far below the agents' own --lease-seconds (docs/adr/0003).
+                 * @default 5
+                 */
+                node_lease_seconds: number;
+                /**
+                 * @description A slowdown that costs a smaller share of the step time is information: it is shown and causes no alert and no repair. A restart costs more than a day of 1%.
+                 * @default 0.015
+                 */
+                notable_cost_share: number;
+                /**
+                 * @description If given, planned restarts begin by themselves only in these windows. Crashes and hangs are repaired at any time.
+                 * @default []
+                 */
+                planned_restart_windows: string[];
+                /**
+                 * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
+                 * @default 0.34
+                 */
+                quarantine_share: number;
+                /**
+                 * @description The same over a day, for slow cycles of failures.
+                 * @default 50
+                 */
+                restarts_per_day: number;
+                /**
+                 * @description More restarts than this end the job: its problem is not being repaired.
+                 * @default 10
+                 */
+                restarts_per_hour: number;
+                /**
+                 * @description Whether the script, started again by the same command, continues from its newest checkpoint. seen: once a restart has shown it; yes: without proof; no: never assumed. It matters for scripts that save checkpoints, but not on command: a planned restart of one that resumes waits for its next checkpoint; others need a person.
+                 * @default seen
+                 * @enum {unknown}
+                 */
+                resumes: "no" | "seen" | "yes";
+                /**
+                 * @description Mildest lasting slowdown of a link that is reported, if it costs at least 2% of step time. Transfers are short, and their jitter is large.
+                 * @default 1.1
+                 */
+                slow_link_slowdown: number;
+                /**
+                 * @description Time for the first step of all ranks. A large job loads its checkpoint, compiles and sets up NCCL for minutes; a rank that exits is noticed at once.
+                 * @default 900
+                 */
+                start_timeout_seconds: number;
+                /**
+                 * @description Time for an agent to confirm that its ranks are dead; then it is asked again, and its node is left out.
+                 * @default 15
+                 */
+                stop_timeout_seconds: number;
+                /**
+                 * @description From this slowdown on a straggler is critical: at 1.5 a third of the job's GPU time is lost.
+                 * @default 1.5
+                 */
+                straggler_critical_slowdown: number;
+                /**
+                 * @description Mildest lasting slowdown of a rank that is reported. Real faults of 10% measure 7% to 13% in their first five steps; less is as often the room's temperature.
+                 * @default 1.06
+                 */
+                straggler_slowdown: number;
+            };
+        };
+        /**
+         * PolicyVersion
+         * @description One version of a policy, with what it changed.
+         * @example {
+         *       "actor": "alice",
+         *       "at": "2026-11-20T20:15:31.000000Z",
+         *       "changes": [
+         *         {
+         *           "after": "approve",
+         *           "before": "default",
+         *           "field": "mode"
+         *         }
+         *       ],
+         *       "comment": "the storage is being moved",
+         *       "hash": "9f2c6a0d5b1e4c7f8a3d2e1b0c9f8e7d6c5b4a39281706f5e4d3c2b1a0918273",
+         *       "job_id": "job-ec83bfc8",
+         *       "values": {
+         *         "approvers": [],
+         *         "backoff_maximum_seconds": 300,
+         *         "backoff_seconds": 1,
+         *         "checkpoint_timeout_seconds": 60,
+         *         "cycles_without_progress": 3,
+         *         "gpu_hung_seconds": 10,
+         *         "hang_after_seconds": 2.4,
+         *         "hang_checkpoint_seconds": 60,
+         *         "hang_evaluation_seconds": 20,
+         *         "hang_patience_seconds": 10,
+         *         "maintenance_windows": [],
+         *         "mode": "approve",
+         *         "node_lease_seconds": 5,
+         *         "notable_cost_share": 0.015,
+         *         "planned_restart_windows": [],
+         *         "quarantine_share": 0.34,
+         *         "restarts_per_day": 50,
+         *         "restarts_per_hour": 10,
+         *         "resumes": "seen",
+         *         "slow_link_slowdown": 1.1,
+         *         "start_timeout_seconds": 900,
+         *         "stop_timeout_seconds": 15,
+         *         "straggler_critical_slowdown": 1.5,
+         *         "straggler_slowdown": 1.06
+         *       },
+         *       "version": 3
+         *     }
+         */
+        PolicyVersion: {
+            /** Actor */
+            actor: string;
+            /**
+             * At
+             * Format: date-time
+             */
+            at: string;
+            /** Changes */
+            changes: components["schemas"]["PolicyChangeModel"][];
+            /** Comment */
+            comment: string;
+            /** Hash */
+            hash: string;
+            /** Job Id */
+            job_id: string | null;
+            /**
+             * Policy
+             * @description The policy of one job. Use `parse_policy` for values that come from outside.
+             */
+            values: {
+                /**
+                 * @description Names of the tokens that may approve or reject actions of the job and change its policy. None: every token of scope operator.
+                 * @default []
+                 */
+                approvers: string[];
+                /**
+                 * @description Upper limit of that pause.
+                 * @default 300
+                 */
+                backoff_maximum_seconds: number;
+                /**
+                 * @description Pause before a restart that follows one without progress; doubled each time. After progress there is none.
+                 * @default 1
+                 */
+                backoff_seconds: number;
+                /**
+                 * @description Time for all ranks to save before a planned restart; then the restart is called off and proposed to a person.
+                 * @default 60
+                 */
+                checkpoint_timeout_seconds: number;
+                /**
+                 * @description Restarts in a row without a new step, after which the job is ended.
+                 * @default 3
+                 */
+                cycles_without_progress: number;
+                /**
+                 * @description A GPU that does not answer its driver for longer is reported as hung. Drivers are sometimes busy for seconds.
+                 * @default 10
+                 */
+                gpu_hung_seconds: number;
+                /**
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @default 2.4
+                 */
+                hang_after_seconds: number;
+                /**
+                 * @description The same while a rank saves a checkpoint: slow shared storage blocks every rank at once.
+                 * @default 60
+                 */
+                hang_checkpoint_seconds: number;
+                /**
+                 * @description The same during evaluation, whose forward passes often record nothing.
+                 * @default 20
+                 */
+                hang_evaluation_seconds: number;
+                /**
+                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
+                 * @default 10
+                 */
+                hang_patience_seconds: number;
+                /**
+                 * @description While people work on the cluster, such as `Sat 22:00-06:00 Europe/Berlin`: nothing is restarted without the approval of a person, because a node that ends then is no failure. What was proposed is carried out after it.
+                 * @default []
+                 */
+                maintenance_windows: string[];
+                /**
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @default default
+                 * @enum {unknown}
+                 */
+                mode: "approve" | "auto" | "default" | "dry-run" | "observe";
+                /**
+                 * @description A node silent for longer counts as lost. Agents report every 0.5 s, those of very large jobs every 2.5 s. Keep it far below the agents' own --lease-seconds (docs/adr/0003).
+                 * @default 5
+                 */
+                node_lease_seconds: number;
+                /**
+                 * @description A slowdown that costs a smaller share of the step time is information: it is shown and causes no alert and no repair. A restart costs more than a day of 1%.
+                 * @default 0.015
+                 */
+                notable_cost_share: number;
+                /**
+                 * @description If given, planned restarts begin by themselves only in these windows. Crashes and hangs are repaired at any time.
+                 * @default []
+                 */
+                planned_restart_windows: string[];
+                /**
+                 * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
+                 * @default 0.34
+                 */
+                quarantine_share: number;
+                /**
+                 * @description The same over a day, for slow cycles of failures.
+                 * @default 50
+                 */
+                restarts_per_day: number;
+                /**
+                 * @description More restarts than this end the job: its problem is not being repaired.
+                 * @default 10
+                 */
+                restarts_per_hour: number;
+                /**
+                 * @description Whether the script, started again by the same command, continues from its newest checkpoint. seen: once a restart has shown it; yes: without proof; no: never assumed. It matters for scripts that save checkpoints, but not on command: a planned restart of one that resumes waits for its next checkpoint; others need a person.
+                 * @default seen
+                 * @enum {unknown}
+                 */
+                resumes: "no" | "seen" | "yes";
+                /**
+                 * @description Mildest lasting slowdown of a link that is reported, if it costs at least 2% of step time. Transfers are short, and their jitter is large.
+                 * @default 1.1
+                 */
+                slow_link_slowdown: number;
+                /**
+                 * @description Time for the first step of all ranks. A large job loads its checkpoint, compiles and sets up NCCL for minutes; a rank that exits is noticed at once.
+                 * @default 900
+                 */
+                start_timeout_seconds: number;
+                /**
+                 * @description Time for an agent to confirm that its ranks are dead; then it is asked again, and its node is left out.
+                 * @default 15
+                 */
+                stop_timeout_seconds: number;
+                /**
+                 * @description From this slowdown on a straggler is critical: at 1.5 a third of the job's GPU time is lost.
+                 * @default 1.5
+                 */
+                straggler_critical_slowdown: number;
+                /**
+                 * @description Mildest lasting slowdown of a rank that is reported. Real faults of 10% measure 7% to 13% in their first five steps; less is as often the room's temperature.
+                 * @default 1.06
+                 */
+                straggler_slowdown: number;
+            };
+            /** Version */
+            version: number;
         };
         /**
          * Problem
@@ -4280,6 +4787,104 @@ export interface operations {
             };
         };
     };
+    change_policy: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                job_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["PolicyUpdate"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Job"];
+                };
+            };
+            /** @description Bad Request */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     list_ranks: {
         parameters: {
             query?: never;
@@ -5046,6 +5651,154 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Node"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_policies: {
+        parameters: {
+            query?: {
+                /** @description Versions of this job's own policy; by default of that for new jobs. */
+                job?: string | null;
+                /** @description Items per page. */
+                limit?: number;
+                /** @description `next_cursor` of the previous page. */
+                cursor?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PolicyPage"];
+                };
+            };
+            /** @description Bad Request */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    get_policy: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                version: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PolicyVersion"];
                 };
             };
             /** @description Unauthorized */

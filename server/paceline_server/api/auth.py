@@ -24,6 +24,7 @@ from fastapi.security.utils import get_authorization_scheme_param
 
 from paceline_server.api.dependencies import Parts, PartsDep
 from paceline_server.api.problems import ProblemError
+from paceline_server.policy import Policy
 from paceline_server.store.database import UNAVAILABLE
 from paceline_server.store.tokens import Scope, find_token, has_configured_tokens
 
@@ -42,16 +43,28 @@ SESSION_HEADER = "x-paceline-session"
 class Caller:
     """The caller of a request. `name` is the token's name, as shown in the audit log.
 
-    `scope` is None for someone without a credential, who may only read.
+    `scope` is None for someone without a credential, who may only read. `owner` is the name of the
+    token that a browser's session came from, else the same as `name`.
     """
 
     name: str
     scope: Scope | None
+    owner: str = ""
 
     @property
     def grants(self) -> frozenset[str]:
         """The scopes of the routes that the caller may use."""
         return _READER if self.scope is None else _GRANTS[self.scope]
+
+
+def check_approver(caller: Caller, policy: Policy) -> None:
+    """Raise ProblemError if the policy does not let the caller decide on actions of its job."""
+    if policy.approvers and caller.owner not in policy.approvers:
+        raise ProblemError(
+            403,
+            f"Only {', '.join(policy.approvers)} may decide on this job (policy `approvers`), not "
+            f"{caller.owner}: use the token of one of them.",
+        )
 
 
 class TokenVerifier:
@@ -87,7 +100,11 @@ def _look_up(parts: Parts, secret: str | None) -> Caller | None:
             needs_token = has_configured_tokens(session)
             return None if needs_token else Caller("anyone on this machine", None)
         token = find_token(session, secret, parts.now_ns())
-        return None if token is None else Caller(token.name, _scope(token.scope))
+        return (
+            None
+            if token is None
+            else Caller(token.name, _scope(token.scope), token.parent or token.name)
+        )
 
 
 def _scope(word: str) -> Scope:

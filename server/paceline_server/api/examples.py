@@ -113,6 +113,7 @@ _JOB = {
     },
     "resumes": None,
     "policy": msgspec.to_builtins(Policy(mode="approve")),
+    "policy_version": 3,
     "watched": False,
     "created_at": "2026-11-20T20:15:31.000000Z",
     "started_at": "2026-11-20T20:15:44.000000Z",
@@ -383,6 +384,7 @@ _ACTION = {
     "lost_steps": None,
     "resumed_step": None,
     "decided_by": None,
+    "policy_version": 3,
     "error": None,
 }
 _AUDIT = {
@@ -396,6 +398,16 @@ _AUDIT = {
 }
 
 
+_POLICY_VERSION = {
+    "version": 3,
+    "hash": "9f2c6a0d5b1e4c7f8a3d2e1b0c9f8e7d6c5b4a39281706f5e4d3c2b1a0918273",
+    "job_id": "job-ec83bfc8",
+    "at": "2026-11-20T20:15:31.000000Z",
+    "actor": "alice",
+    "comment": "the storage is being moved",
+    "values": msgspec.to_builtins(Policy(mode="approve")),
+    "changes": [{"field": "mode", "before": "default", "after": "approve"}],
+}
 _RECOVERIES = {
     "since": "2026-10-23T20:16:21.000000Z",
     "is_complete": True,
@@ -459,6 +471,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Action": _ACTION,
     "ActionPage": _page(_ACTION),
     "RecoveryReport": _RECOVERIES,
+    "PolicyVersion": _POLICY_VERSION,
+    "PolicyPage": _page(_POLICY_VERSION),
+    "PolicyUpdate": {
+        "values": {"mode": "approve", "hang_patience_seconds": 60.0},
+        "comment": "the storage is being moved",
+    },
     "AuditRecord": _AUDIT,
     "AuditPage": _page(_AUDIT),
     "ActionDecision": {"comment": "node-1 is due for service anyway"},

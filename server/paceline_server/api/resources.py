@@ -72,6 +72,7 @@ def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
         checkpoint_advice=checkpoint_advice(shown, finite(row.step_seconds)),
         resumes=shown.resumes,
         policy=msgspec.to_builtins(row.policy),
+        policy_version=row.policy_version,
         watched=row.watched,
         created_at=time_of(row.created_ns),
         started_at=optional_time(row.started_ns),
@@ -454,6 +455,7 @@ def action(row: models.ActionRow) -> schemas.Action:
         lost_steps=view.lost_steps,
         resumed_step=view.resumed_step,
         decided_by=view.decided_by,
+        policy_version=view.policy_version,
         error=view.error,
     )
 

@@ -32,6 +32,7 @@ from paceline_server.api.routes import (
     jobs,
     login,
     nodes,
+    policies,
     recoveries,
     trace,
     what_if,
@@ -49,6 +50,7 @@ _RESOURCES = (
     recoveries,
     actions,
     audit,
+    policies,
     events,
     login,
 )

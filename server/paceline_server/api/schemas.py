@@ -190,6 +190,7 @@ class Job(Resource):
     # whether the last restart continued from the newest checkpoint; null: not restarted yet
     resumes: bool | None
     policy: PolicyValues
+    policy_version: int | None = None  # null: created by an earlier release
     watched: bool  # an external job (torchrun, Slurm): acted on only by its launcher
     created_at: datetime
     started_at: datetime | None  # first step
@@ -563,6 +564,7 @@ class Action(Resource):
     lost_steps: int | None
     resumed_step: int | None
     decided_by: str | None = None  # who approved or rejected it
+    policy_version: int | None = None  # by which it was decided last
     error: str | None
 
 
@@ -589,6 +591,32 @@ class RecoveryReport(Resource):
     since: datetime
     is_complete: bool  # false: only the newest recoveries were counted
     groups: list[RecoveryGroup]
+
+
+class PolicyChangeModel(Resource):
+    field: str
+    before: str
+    after: str
+
+
+class PolicyVersion(Resource):
+    """One version of a policy, with what it changed."""
+
+    version: int
+    hash: str  # SHA-256 of all values
+    job_id: str | None  # null: the default for new jobs
+    at: datetime
+    actor: str
+    comment: str
+    values: PolicyValues
+    changes: list[PolicyChangeModel]
+
+
+class PolicyUpdate(Resource):
+    """Fields of a policy to change (docs/policy.md)."""
+
+    values: PolicyValues
+    comment: str = ""
 
 
 class AuditRecord(Resource):
@@ -647,6 +675,10 @@ class IncidentPage(Page):
 
 class ActionPage(Page):
     items: list[Action]
+
+
+class PolicyPage(Page):
+    items: list[PolicyVersion]
 
 
 class AuditPage(Page):

@@ -25,6 +25,7 @@ from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE
 from paceline_server.policy import Policy, mode_in_effect
+from paceline_server.policy_windows import active_window
 
 _GONE_NS = 86_400 * NANOSECONDS
 # The cause of exits without a known code is found once all nodes had time to report theirs. A node
@@ -51,7 +52,11 @@ def decide(
         new_id: `new_id("inc")` returns a new id such as "inc-5e0f1a2b"; also called with "act".
     """
     mode = mode_in_effect(policy, view.can_checkpoint, view.experience.resumes, view.highest_step)
-    draft = Draft(view, replace(policy, mode=mode), now_ns, next_command_id, new_id)
+    maintenance = active_window(policy.maintenance_windows, now_ns) if mode == "auto" else None
+    if maintenance is not None:
+        mode = "approve"
+    policy = replace(policy, mode=mode)
+    draft = Draft(view, policy, now_ns, next_command_id, new_id, maintenance)
     if not draft.ended:
         _end_if_finished(draft)
         _end_if_superseded(draft)

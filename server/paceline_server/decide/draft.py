@@ -37,9 +37,12 @@ class Draft:
         now_ns: int,
         next_command_id: Callable[[], int],
         new_id: Callable[[str], str],
+        maintenance: str | None = None,
     ) -> None:
+        """`maintenance`: the window in which mode `auto` has become `approve`, if there is one."""
         self.view = view
         self.policy = policy
+        self.maintenance = maintenance
         self.now_ns = now_ns
         self.new_id = new_id
         self.state: JobState = view.state
@@ -114,6 +117,12 @@ class Draft:
             self.audit("policy", f"job is {state}", self.view.job_id, why)
             self.state = state
 
+    def _with_version(self, action: ActionView, before: ActionView | None) -> ActionView:
+        """Return the action with the version of the policy that decided its state."""
+        if before is not None and before.state == action.state:
+            return action
+        return msgspec.structs.replace(action, policy_version=self.view.policy_version)
+
     def decision(self) -> Decision:
         """Return what differs from the view."""
         view = self.view
@@ -125,7 +134,11 @@ class Draft:
             topology=self.topology if self.topology != view.topology else None,
             ranks=self.ranks if self.ranks is not view.ranks else None,
             incidents=[new for id_, new in self._incidents.items() if incidents.get(id_) != new],
-            actions=[new for id_, new in self._actions.items() if actions.get(id_) != new],
+            actions=[
+                self._with_version(new, actions.get(id_))
+                for id_, new in self._actions.items()
+                if actions.get(id_) != new
+            ],
             commands=self._commands,
             launch_requests=self._launch_requests,
             quarantine=self.quarantine,

@@ -35,6 +35,7 @@ from paceline_server.decide.stop_job import begin_stop
 from paceline_server.decide.types import ActionState, ActionView, IncidentView
 from paceline_server.decide.worth import worth_of, worth_text
 from paceline_server.detect.kinds import kind_of
+from paceline_server.policy_windows import active_window
 
 NEVER_ACTS = ("observe", "dry-run")
 _UNFINISHED: tuple[ActionState, ...] = ("proposed", "approved", "running")
@@ -50,6 +51,25 @@ _ASKS_LAUNCHER = "It is carried out once its launcher has confirmed that the job
 _NOT_WORTH_IT = (
     "It is carried out once its gain exceeds its cost, or if a person approves it before."
 )
+
+
+_WAITS_FOR_WINDOW = (
+    "It is carried out in the next window for planned restarts ({}), or if a person approves it "
+    "before."
+)
+
+
+def _in_maintenance(window: str) -> str:
+    return (
+        f"Maintenance window {window}: it is carried out after it, or if a person approves it "
+        "before."
+    )
+
+
+def _is_in_window(draft: Draft) -> bool:
+    """Return whether a planned restart may begin by itself at this time."""
+    windows = draft.policy.planned_restart_windows
+    return not windows or active_window(windows, draft.now_ns) is not None
 
 
 def propose(draft: Draft) -> None:
@@ -122,7 +142,7 @@ def _update_proposals(draft: Draft) -> None:
             is_outdated = True
         updated = _with_figures(draft, action, progress)
         if _is_due(draft, updated):
-            begun = replace(progress, held=False, remark="")
+            begun = replace(progress, held=False, after_window=False, remark="")
             begin_restart(draft, _with_figures(draft, action, begun))
         # Not in each tick, because every change is a write and can conflict with a person's
         # decision.
@@ -151,6 +171,8 @@ def _launch_remark(draft: Draft, action: ActionView) -> str:
 def _is_due(draft: Draft, action: ActionView) -> bool:
     """Return whether a restart that waited until it is worth its cost can begin."""
     progress, worth = progress_of(action), action.worth
+    if progress.after_window:
+        return _is_due_after_window(draft, action)
     is_launched = draft.view.launch is not None
     is_worth_it = is_launched if worth is None else worth.is_positive
     if not progress.held or not is_worth_it or action.incident_id is None:
@@ -159,9 +181,25 @@ def _is_due(draft: Draft, action: ActionView) -> bool:
         return False
     if draft.policy.mode != "auto" or _running(draft) is not None or not is_progressing(draft):
         return False
+    if not _is_in_window(draft):
+        return False
     remedy = remedy_for(draft, draft.incident(action.incident_id))
     is_same = remedy is not None and remedy.planned and remedy.exclude == action.exclude_nodes
     return is_same and budget.refusal(draft.view, draft.policy, draft.now_ns) is None
+
+
+def _is_due_after_window(draft: Draft, action: ActionView) -> bool:
+    """Return whether an unplanned restart that a maintenance window delayed can begin."""
+    if draft.policy.mode != "auto" or _running(draft) is not None:
+        return False
+    if draft.view.launch is not None and launch_result(draft, action, "check").state != "done":
+        return False
+    if budget.refusal(draft.view, draft.policy, draft.now_ns) is not None:
+        return False
+    if action.incident_id is None:
+        return True  # a start that failed
+    remedy = remedy_for(draft, draft.incident(action.incident_id))
+    return remedy is not None and remedy.kind == "restart" and not remedy.planned
 
 
 def _is_news(before: ActionView, after: ActionView) -> bool:
@@ -307,6 +345,11 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         remark = f"{progress.remark} Mode auto would not restart: {refusal}.".strip()
         progress = replace(progress, remark=remark)
     action = _with_figures(draft, _record(draft, incident, remedy, "proposed", reason), progress)
+    if draft.maintenance is not None and is_free:
+        remark = f"{progress.remark} {_in_maintenance(draft.maintenance)}".strip()
+        held = remedy.planned
+        progress = replace(progress, held=held, after_window=not held, remark=remark)
+        action = _with_figures(draft, action, progress)
     acts = draft.policy.mode == "auto" and is_free
     asks = draft.view.launch is not None and (remedy.planned or not acts)
     if asks:
@@ -315,6 +358,10 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         draft.put_action(action)
     elif remedy.planned and action.worth is not None and not action.worth.is_positive:
         held = replace(progress, held=True, remark=_NOT_WORTH_IT)
+        draft.put_action(_with_figures(draft, action, held))
+    elif remedy.planned and not _is_in_window(draft):
+        windows = ", ".join(draft.policy.planned_restart_windows)
+        held = replace(progress, held=True, remark=_WAITS_FOR_WINDOW.format(windows))
         draft.put_action(_with_figures(draft, action, held))
     elif asks:
         held = replace(progress, held=True, remark=_ASKS_LAUNCHER)

@@ -168,6 +168,7 @@ class ActionView(msgspec.Struct, frozen=True, kw_only=True):
     worth: Worth | None = None  # restarts for a slowdown only
     resumed_step: int | None = None  # first step trained after the restart
     decided_by: str | None = None  # the person who approved or rejected it
+    policy_version: int | None = None  # by which it was decided last; None: not known
     error: str | None = None
 
     @property
@@ -225,6 +226,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     can_checkpoint: bool | None = None
     step_seconds: float | None = None  # median of the recent steps
     stop_requested: bool = False
+    policy_version: int | None = None
     is_superseded: bool = False  # another run of this job was started without Paceline
     launch: Launch | None = None  # the launcher that owns the job and can restart it
     # Results of requests to the launcher, of unfinished actions: (action id, kind) -> result.

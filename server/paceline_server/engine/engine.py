@@ -85,6 +85,10 @@ class Engine:
         self._suspended = False
         self._ledger.begin(placement.generation, placement.started_ns, placement.resume_step)
 
+    def use_policy(self, policy: Policy) -> None:
+        """Use another policy for detection, from the next generation on."""
+        self._policy = policy
+
     def suspend(self) -> None:
         """Detect nothing until the next `place`; steps and the ledger continue. Idempotent."""
         self._suspended = True

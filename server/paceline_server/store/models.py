@@ -189,6 +189,7 @@ class JobRow(Base):
     name: Mapped[str] = mapped_column(String(200))
     spec: Mapped[JobSpec] = mapped_column(StructColumn(JobSpec))
     policy: Mapped[Policy] = mapped_column(StructColumn(Policy))
+    policy_version: Mapped[int | None]  # id of its `PolicyVersionRow`; None: by an earlier release
     state: Mapped[str] = mapped_column(String(16), index=True)
     generation: Mapped[int]
     topology: Mapped[Topology] = mapped_column(StructColumn(Topology))
@@ -208,6 +209,24 @@ class JobRow(Base):
     loss: Mapped[float | None]
     evaluation_loss: Mapped[float | None]
     ledger: Mapped[Ledger] = mapped_column(StructColumn(Ledger))
+
+
+class PolicyVersionRow(Base):
+    """One version of a policy. Append-only: triggers reject updates and deletes.
+
+    `job_id` None: the default for new jobs.
+    """
+
+    __tablename__ = "policy_versions"
+    __table_args__ = (Index(None, "job_id", "id"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(_SERIAL, primary_key=True)
+    job_id: Mapped[str | None] = mapped_column(String(64))
+    hash: Mapped[str] = mapped_column(String(64))  # SHA-256 of all values
+    at_ns: Mapped[int]
+    actor: Mapped[str]
+    comment: Mapped[str]
+    policy: Mapped[Policy] = mapped_column(StructColumn(Policy))
 
 
 class EngineMemoryRow(Base):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from sqlalchemy import select
@@ -15,7 +15,7 @@ from paceline_server.store.models import ActionRow, IncidentRow, RecoveryRow
 PACELINE = "paceline"  # launcher of jobs that the agents started
 
 
-def of_incidents(session: Session, incidents: Iterable[IncidentView]) -> Mapping[str, RecoveryTimes]:
+def of_incidents(session: Session, incidents: Iterable[IncidentView]) -> dict[str, RecoveryTimes]:
     """Return the recoveries, also those in progress, by incident."""
     wanted = [one for one in incidents if one.action_ids]
     ids = {action_id for one in wanted for action_id in one.action_ids}

@@ -61,6 +61,7 @@ def _view(
         can_checkpoint=columns.can_checkpoint,
         step_seconds=columns.step_seconds,
         stop_requested=snapshot.stop_requested,
+        policy_version=snapshot.policy_version,
         is_superseded=snapshot.is_superseded,
         launch=snapshot.launch,
         launch_results=dict(snapshot.launch_results),

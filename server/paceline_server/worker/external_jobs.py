@@ -21,7 +21,7 @@ from paceline_server.engine.types import Launch, Placement
 from paceline_server.launchers.registry import recognize
 from paceline_server.policy import Mode, Policy
 from paceline_server.steps.types import Ledger
-from paceline_server.store import attachments, audit, queries
+from paceline_server.store import attachments, audit, policies, queries
 from paceline_server.store.attachments import PendingRun
 from paceline_server.store.changes import record_change
 from paceline_server.store.database import UNAVAILABLE, Database
@@ -246,6 +246,8 @@ def _begin(
             session.execute(delete(EngineMemoryRow).where(EngineMemoryRow.job_id == job.id))
         _clear(session, job.id, generation)
         verb = f"found running in generation {generation}"
+    if job.policy_version is None:
+        policies.assign(session, job, "paceline server", now_ns)
     job.name, job.spec, job.topology, job.generation = name, spec, topology, generation
     job.state = "running" if action is None else "recovering"
     job.finished_ns, job.ticked_ns, job.cursor = None, None, cursor

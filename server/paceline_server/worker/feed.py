@@ -23,6 +23,7 @@ class Fed:
 
 def feed(memory: JobMemory, snapshot: Snapshot, metrics: BackgroundMetrics) -> Fed:
     metadata: Mapping[str, str] = snapshot.columns.spec.metadata
+    memory.engine.use_policy(snapshot.policy)
     for received in snapshot.log:
         memory.cursor = received.log_id
         batch = memory.earlier_processes.filter(received.batch)

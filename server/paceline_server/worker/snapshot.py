@@ -74,6 +74,7 @@ class Snapshot:
     job_id: str
     job_name: str
     policy: Policy
+    policy_version: int | None
     stop_requested: bool
     is_superseded: bool  # another run of an external job has replaced this one
     columns: JobColumns
@@ -128,6 +129,7 @@ def load_snapshot(
         job_id=job.id,
         job_name=job.name,
         policy=job.policy,
+        policy_version=job.policy_version,
         stop_requested=job.stop_requested,
         is_superseded=job.watched and not behind and attachments.is_superseded(session, job),
         columns=_columns(job),

@@ -82,6 +82,7 @@ class World:
         self.ended_received_ns: int | None = None
         self.nodes = {f"node-{index}": Node(f"node-{index}", slots) for index in range(nodes)}
         self.policy = policy or Policy()
+        self.policy_version: int | None = None
         self.spec = JobSpec(name="gpt", argv=["train"], topology=topology or Topology(2, 2, 2))
         self.step_seconds = step_seconds
         self.last_step = last_step
@@ -286,6 +287,7 @@ class World:
             can_checkpoint=self.can_checkpoint,
             step_seconds=self.step_seconds if self.highest_step is not None else None,
             stop_requested=self.stop_requested,
+            policy_version=self.policy_version,
         )
 
     # --- nodes --------------------------------------------------------------------------

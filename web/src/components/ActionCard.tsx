@@ -45,6 +45,7 @@ function Outcome({ action }: { action: Action }) {
   const parts = [
     action.resumed_step === null ? null : `resumed at step ${format.number(action.resumed_step)}`,
     action.lost_steps === null ? null : `${format.plural(action.lost_steps, "step")} lost`,
+    action.decided_by == null ? null : `decided by ${action.decided_by}`,
     action.finished_at === null ? null : `took ${format.seconds(duration(action))}`,
   ].filter((part) => part !== null);
   return <span class="muted">{parts.join(" · ")}</span>;

@@ -271,11 +271,17 @@ function Stats({ job, ended }: { job: Job; ended: number }) {
           step {format.number(job.checkpoint_step)}
         </Stat>
       )}
-      <Stat name="Mode" note={job.watched ? "external job" : undefined}>
+      <Stat name="Mode" note={modeNote(job)}>
         {job.mode}
       </Stat>
     </dl>
   );
+}
+
+function modeNote({ watched, policy_version }: Job): string | undefined {
+  const version = policy_version == null ? null : `policy version ${policy_version}`;
+  const parts = [watched ? "external job" : null, version].filter((part) => part !== null);
+  return parts.length === 0 ? undefined : parts.join(", ");
 }
 
 function wallTime({ ledger }: Job): string {

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Query
 
 from paceline_server.api import problems, resources, schemas
-from paceline_server.api.auth import Caller, Operator, viewer
+from paceline_server.api.auth import Caller, Operator, check_approver, viewer
 from paceline_server.api.dependencies import BoundsDep, Parts, PartsDep, ReadDep
 from paceline_server.api.paging import position, time_cursor
 from paceline_server.api.problems import ProblemError, not_found
@@ -84,6 +84,7 @@ def _decide(
         row = session.get(models.ActionRow, action_id.replace("\0", ""))
         if row is None:
             raise not_found("action", action_id)
+        check_approver(caller, session.get_one(models.JobRow, row.job_id).policy)
         if not (row.view.can_be_rejected if state == "rejected" else row.state == "proposed"):
             raise ProblemError(
                 409,

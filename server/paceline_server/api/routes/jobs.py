@@ -18,7 +18,7 @@ from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.decide.types import AuditEntry, JobSpec
 from paceline_server.policy import Policy, PolicyError, parse_policy
 from paceline_server.steps.types import Ledger
-from paceline_server.store import audit, models, queries
+from paceline_server.store import audit, models, policies, queries
 from paceline_server.store.changes import record_change
 from paceline_server.store.log import FINISHED, newest_log_id
 from paceline_wire.topology import RANKS_AT_MOST, Topology
@@ -37,6 +37,7 @@ def create_job(body: schemas.JobCreate, parts: PartsDep, caller: Operator) -> sc
     with parts.database.write() as session:
         row = _new_job(session, body, parts.policy, now_ns)
         _warn_of_short_agent_leases(session, row.policy)
+        policies.assign(session, row, caller.name, now_ns)
         session.add(row)
         session.flush()
         entry = AuditEntry(actor=caller.name, verb="created", subject=row.id, detail=row.name)
