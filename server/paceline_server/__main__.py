@@ -81,7 +81,15 @@ _ROLES = (
 @click.option(
     "--launcher-mode",
     type=click.Choice(get_args(Mode)),
-    help="Policy mode of jobs that Slurm started (docs/repair.md).  [default: approve]",
+    help="Policy mode of jobs of Slurm, Kubernetes and torchrun.  [default: approve]",
+)
+@click.option(
+    "--kubernetes-url", metavar="URL", help="Kubernetes' API, if the server is outside the cluster."
+)
+@click.option(
+    "--kubernetes-credentials",
+    metavar="DIRECTORY",
+    help="Directory with token and ca.crt of a service account, likewise.",
 )
 @click.option("--webhook-url", metavar="URL", help="Send incidents to this webhook.")
 @click.option("--action-webhook-url", metavar="URL", help="Send actions to this webhook.")

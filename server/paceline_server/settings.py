@@ -71,7 +71,14 @@ class Settings(BaseSettings):
 
     policy: Path | None = Field(None, description="TOML file with defaults for new jobs.")
     launcher_mode: Mode = Field(
-        "approve", description="Policy mode of jobs that Slurm started: who decides on repairs."
+        "approve",
+        description="Policy mode of jobs whose launcher is known: who decides.",
+    )
+    kubernetes_url: str | None = Field(
+        None, description="URL of Kubernetes' API, for a server outside the cluster."
+    )
+    kubernetes_credentials: Path | None = Field(
+        None, description="Directory with `token` and `ca.crt` of a service account, likewise."
     )
 
     lease_seconds: float = Field(3.0, gt=0, description="Lease of a worker on its jobs.")

@@ -6,6 +6,7 @@ script has already loaded it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -19,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline_wire.job_name import as_job_name
-from paceline_wire.metadata import SLURM_JOB, SLURM_NODE, SLURM_RESTARTS
+from paceline_wire.metadata import (
+    KUBERNETES_JOB,
+    KUBERNETES_NODE,
+    KUBERNETES_RESTARTS,
+    KUBERNETES_UID,
+    SLURM_JOB,
+    SLURM_NODE,
+    SLURM_RESTARTS,
+)
 from paceline_wire.node_directory import rings_of_running_agents
 from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity, RingError, RingReader
 from paceline_wire.topology import DEFAULT_LAYOUT, Axis, Coordinates, Topology
@@ -70,12 +79,21 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 
+# Variables of a pod of a JobSet, from its labels and annotations (deploy/kubernetes/jobset.yaml):
+# restarts by the JobSet controller, restarts in place, and restarts that Paceline asked for.
+_JOBSET_RESTARTS = (
+    "JOBSET_RESTART_ATTEMPT",
+    "JOBSET_IN_PLACE_RESTART_ATTEMPT",
+    "PACELINE_KUBERNETES_RESTARTS",
+)
+
 # 4 Gbit/s of a node, a small share of the links between nodes that train.
 PEER_BYTES_PER_SECOND = 500_000_000
 
 _started_ns: int | None = None  # CLOCK_MONOTONIC; None: with the process
 
 _METADATA_BYTES = 3000  # leaves room on the identity page for its other fields
+_JOB_LENGTH = 64
 _HOST_LENGTH = 40  # leaves room for the rest of a job name
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_LENGTH = 13  # 48 bits
@@ -293,13 +311,38 @@ def _script() -> dict[str, str]:
 
 
 def _launcher() -> dict[str, str]:
-    """Return the launchers as metadata: torchrun reports how its ranks end, Slurm owns the job."""
+    """Return the launchers as metadata: torchrun reports how its ranks end, others own the job."""
     found = {"launcher": "torchrun"} if "TORCHELASTIC_RUN_ID" in os.environ else {}
+    if (jobset := _jobset(os.environ)) is not None:
+        found[KUBERNETES_JOB] = "/".join(jobset)
+        found[KUBERNETES_NODE] = os.environ.get("NODE_NAME", "")
+        found[KUBERNETES_RESTARTS] = str(_jobset_restarts(os.environ))
+        if uid := os.environ.get("JOBSET_UID"):
+            found[KUBERNETES_UID] = uid
     job, node = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURMD_NODENAME")
     if job and node:
         restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
         found |= {SLURM_JOB: job, SLURM_NODE: node, SLURM_RESTARTS: restarts}
     return found
+
+
+def _jobset(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the namespace and the name of the JobSet that this pod belongs to, if there is one."""
+    namespace, name = environment.get("POD_NAMESPACE"), environment.get("JOBSET_NAME")
+    return (namespace, name) if namespace and name else None
+
+
+def _jobset_name(namespace: str, name: str) -> str:
+    """Return a job name; if the names are too long for one, a hash tells them from others."""
+    full = f"jobset-{namespace}.{name}"
+    if len(full) <= _JOB_LENGTH:
+        return full
+    digest = hashlib.sha256(full.encode()).hexdigest()[:8]
+    return f"{full[: _JOB_LENGTH - 9]}-{digest}"
+
+
+def _jobset_restarts(environment: Mapping[str, str]) -> int:
+    return sum(_integer(environment, name, 0) for name in _JOBSET_RESTARTS)
 
 
 def _truncate_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -463,6 +506,8 @@ def _job_name(environment: Mapping[str, str], world_size: int) -> str:
     master = host if is_local else address[:_HOST_LENGTH]
     if job := environment.get("SLURM_JOB_ID"):
         return f"slurm-{job}"
+    if (jobset := _jobset(environment)) is not None:
+        return _jobset_name(*jobset)
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     if _UUID.fullmatch(run):  # torchrun's default: the beginning is unique enough
         return f"torchrun-{run[:_UUID_LENGTH]}"
@@ -505,10 +550,12 @@ def _torchrun_launch_name(environment: Mapping[str, str], host: str) -> str | No
 
 
 def _generation(environment: Mapping[str, str]) -> int:
-    """Return the generation: plus 1 per restart by torchrun, plus 100 per requeue by Slurm."""
+    """Return the generation: plus 1 per restart by torchrun, plus 100 per restart by the launcher
+    of torchrun (Slurm, JobSet)."""
     first = _integer(environment, "PACELINE_GENERATION", 0)
     if "PACELINE_GENERATION" not in environment:
-        first = 100 * _integer(environment, "SLURM_RESTART_COUNT", 0)
+        requeues = _integer(environment, "SLURM_RESTART_COUNT", 0)
+        first = 100 * (requeues + _jobset_restarts(environment))
     return first + _integer(environment, "TORCHELASTIC_RESTART_COUNT", 0)
 
 

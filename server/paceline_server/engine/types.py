@@ -14,6 +14,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     launcher: str  # "slurm"
     job: str
+    uid: str | None = None  # tells the job from a later one of the same name, if it is known
     restarts: int  # how often the launcher had restarted the job before these ranks started
     nodes: dict[str, str]  # agent_id -> node
 

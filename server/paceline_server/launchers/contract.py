@@ -17,12 +17,15 @@ the last one stopped. `begin` is called only by the holder of a lease, just afte
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import msgspec
 
 from paceline_server.decide.types import LaunchRequest
 from paceline_server.engine.types import Launch
+from paceline_server.store.database import Database
 
 ObservedState = Literal[
     "ready",  # nothing was done yet, and it can be done
@@ -53,12 +56,36 @@ class ShownRequest(msgspec.Struct, frozen=True, kw_only=True):
     content: Any = None  # for the backend's own `begin`
 
 
+class LauncherSettings(Protocol):
+    """The settings of backends."""
+
+    @property
+    def kubernetes_url(self) -> str | None: ...
+
+    @property
+    def kubernetes_credentials(self) -> Path | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The parts of the server that a backend may use."""
+
+    settings: LauncherSettings
+    database: Database
+
+
 class Launcher(Protocol):
-    """A backend. Its methods are called from one thread."""
+    """A backend. `observe` and `begin` are called from one thread."""
 
     name: ClassVar[str]
 
-    def recognize(self, metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
+    @classmethod
+    def create(cls, surroundings: Surroundings) -> Self:
+        """Return the backend of a server; it connects to the launcher at its first use."""
+        ...
+
+    @classmethod
+    def recognize(cls, metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
         """Return the launch that these ranks report; None if it is not of this launcher.
 
         Args:

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from paceline_server import launchers
 from paceline_server.engine.types import Launch
-from paceline_server.launchers.contract import Launcher
+from paceline_server.launchers.contract import Launcher, Surroundings
 
 
 @cache
@@ -24,7 +24,12 @@ def launcher_classes() -> dict[str, type[Launcher]]:
     return {backend.name: backend for backend in backends if backend is not None}
 
 
+def create_launchers(surroundings: Surroundings) -> dict[str, Launcher]:
+    """Return a server's backends by name."""
+    return {name: backend.create(surroundings) for name, backend in launcher_classes().items()}
+
+
 def recognize(metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
     """Return the launch of ranks by what they report (`Launcher.recognize`)."""
-    found = (backend().recognize(metadata) for backend in launcher_classes().values())
+    found = (backend.recognize(metadata) for backend in launcher_classes().values())
     return next((launch for launch in found if launch is not None), None)

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import msgspec
 
@@ -30,6 +30,7 @@ from paceline_server.launchers.contract import (
     LauncherUnavailableError,
     ObservedState,
     ShownRequest,
+    Surroundings,
 )
 from paceline_wire.metadata import SLURM_JOB, SLURM_NODE, SLURM_RESTARTS
 
@@ -113,7 +114,13 @@ class SlurmLauncher:
         self._configured: set[str] = set()
         self._denied: set[str] = set()  # nodes that this user may not drain
 
-    def recognize(self, metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
+    @classmethod
+    def create(cls, _surroundings: Surroundings) -> Self:
+        """Return the backend."""
+        return cls()
+
+    @classmethod
+    def recognize(cls, metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
         """Return the launch of ranks that all report the same job and number of requeues."""
         runs = {(one.get(SLURM_JOB), one.get(SLURM_RESTARTS)) for one in metadata.values()}
         nodes = {agent: one.get(SLURM_NODE, "") for agent, one in metadata.items()}
@@ -122,7 +129,7 @@ class SlurmLauncher:
         job, restarts = runs.pop()
         if not (job and job.isdecimal() and restarts and restarts.isdecimal()):
             return None
-        return Launch(launcher=self.name, job=job, restarts=int(restarts), nodes=nodes)
+        return Launch(launcher=cls.name, job=job, restarts=int(restarts), nodes=nodes)
 
     # --- observe ---------------------------------------------------------------------------
 

@@ -6,29 +6,18 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from committed_requests import CommittedRequests
 from slurm_cluster import SlurmCluster
-from sqlalchemy import select
 
-from paceline_server.decide.types import ActionView, JobSpec, LaunchRequest, LaunchResult
 from paceline_server.engine.types import Launch
-from paceline_server.policy import Policy
-from paceline_server.steps.types import Ledger
-from paceline_server.store import launches
-from paceline_server.store.database import Database
-from paceline_server.store.models import ActionRow, JobRow, LaunchRow
-from paceline_wire.topology import Topology
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3000)]
 KILLS = int(os.environ.get("PACELINE_SLURM_KILLS", "200"))
-LEASE_SECONDS = 0.6
 COMMANDS = (  # in the order in which they are run for one request
     "squeue -h",
     "scontrol show",
@@ -42,14 +31,11 @@ MOMENTS = [f"{when} {command}" for command in COMMANDS for when in ("before", "a
 HERE = Path(__file__).parent
 
 
-class Requests:
+class Requests(CommittedRequests):
     """A database with a job of Slurm, and the process that carries out its requests."""
 
     def __init__(self, slurm: SlurmCluster, directory: Path) -> None:
         self.slurm, self.directory = slurm, directory
-        self.url = f"sqlite:///{directory}/test.db"
-        self.database = Database(self.url, synchronous="normal")
-        self.database.migrate()
         self.kill_at = directory / "kill"
         commands = directory / "bin"
         commands.mkdir()
@@ -57,77 +43,27 @@ class Requests:
             shutil.copy(HERE / "deadly_command.sh", commands / name)
         real = shutil.which("scontrol")
         assert real is not None
-        self._environment = slurm.environment | {
+        environment = slurm.environment | {
             "PATH": f"{commands}:{os.environ['PATH']}",
             "PACELINE_KILL": str(self.kill_at),
             "PACELINE_SLURM_BIN": str(Path(real).parent),
         }
-        self._process: subprocess.Popen[str] | None = None
         script = directory / "job.sh"
         script.write_text(
             "#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --exclusive -o /dev/null\n"
             f"srun bash -c 'echo $SLURM_RESTART_COUNT >> {directory}/starts; sleep 3600'\n"
         )
         self.job = slurm.submit(script)
-        with self.database.write() as session:
-            session.add(
-                JobRow(
-                    id=f"slurm-{self.job}",
-                    name="train",
-                    spec=JobSpec(name="train", argv=[], topology=Topology(dp=2)),
-                    policy=Policy(),
-                    state="recovering",
-                    generation=0,
-                    topology=Topology(dp=2),
-                    created_ns=time.time_ns(),
-                    watched=True,
-                    stop_requested=False,
-                    cursor=0,
-                    ledger=Ledger(),
-                )
-            )
+        super().__init__(directory, f"slurm-{self.job}", environment)
 
     def starts(self) -> int:
         """Return how many ranks were started in all runs of the job."""
         path = self.directory / "starts"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def request(self, action_id: str, restarts: int, exclude: list[str]) -> None:
-        """Commit an action and its request, as a tick does."""
+    def launch(self, restarts: int) -> Launch:
         nodes = {node: node for node in self.nodes()}
-        launch = Launch(launcher="slurm", job=self.job, restarts=restarts, nodes=nodes)
-        now_ns = time.time_ns()
-        action = ActionView(
-            action_id=action_id,
-            kind="restart",
-            state="running",
-            reason="Rank 1 crashed.",
-            generation=restarts,
-            created_ns=now_ns,
-        )
-        with self.database.write() as session:
-            session.add(
-                ActionRow(
-                    id=action_id,
-                    job_id=f"slurm-{self.job}",
-                    kind="restart",
-                    state="running",
-                    restart_of=restarts,
-                    created_ns=now_ns,
-                    version=1,
-                    noticed=True,
-                    view=action,
-                )
-            )
-            session.flush()
-            intent = LaunchRequest(
-                action_id=action_id,
-                kind="restart",
-                launch=launch,
-                exclude=exclude,
-                reason="Rank 1 crashed.",
-            )
-            launches.request(session, f"slurm-{self.job}", intent, now_ns)
+        return Launch(launcher="slurm", job=self.job, restarts=restarts, nodes=nodes)
 
     def nodes(self) -> list[str]:
         """Return the nodes that run the job."""
@@ -135,27 +71,9 @@ class Requests:
         expanded = self.slurm.control("show", "hostnames", listed)
         return expanded.split() if listed != "(null)" else []
 
-    def result(self, action_id: str) -> LaunchResult:
-        with self.database.read() as session:
-            query = select(LaunchRow.result).where(LaunchRow.action_id == action_id)
-            return session.scalars(query).one()
-
-    def ensure_process(self) -> None:
-        """Start the process if it is dead."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "launch_process.py"), self.url, str(LEASE_SECONDS)],
-            env=self._environment,
-            stdout=subprocess.DEVNULL,
-        )
-
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        super().close()
         self.slurm.cancel(self.job)
-        self.database.close()
 
 
 @pytest.fixture
@@ -179,7 +97,7 @@ def test_each_request_is_carried_out_once_whenever_the_process_is_killed(
         action_id = f"act-{restarts:08}"
         (excluded, *_) = requests.nodes()
         pending = list(MOMENTS)
-        requests.request(action_id, restarts, [excluded])
+        requests.request(action_id, requests.launch(restarts), [excluded])
 
         armed: list[str] = []
 

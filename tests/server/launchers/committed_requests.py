@@ -1,0 +1,119 @@
+"""A database with one job of a launcher, and the process that carries out its requests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from sqlalchemy import select
+
+from paceline_server.decide.types import ActionView, JobSpec, LaunchRequest, LaunchResult
+from paceline_server.engine.types import Launch
+from paceline_server.policy import Policy
+from paceline_server.steps.types import Ledger
+from paceline_server.store import launches
+from paceline_server.store.database import Database
+from paceline_server.store.models import ActionRow, JobRow, LaunchRow
+from paceline_wire.topology import Topology
+
+PROCESS = Path(__file__).with_name("launch_process.py")
+
+
+class CommittedRequests:
+    """The database and the process, which is started again after its death."""
+
+    def __init__(
+        self,
+        directory: Path,
+        job_id: str,
+        environment: Mapping[str, str],
+        lease_seconds: float = 0.6,
+    ) -> None:
+        self.url = f"sqlite:///{directory}/test.db"
+        self.database = Database(self.url, synchronous="normal")
+        self.database.migrate()
+        self.job_id = job_id
+        self.process: subprocess.Popen[str] | None = None
+        self._environment = dict(environment)
+        self._lease_seconds = lease_seconds
+        with self.database.write() as session:
+            session.add(
+                JobRow(
+                    id=job_id,
+                    name="train",
+                    spec=JobSpec(name="train", argv=[], topology=Topology(dp=2)),
+                    policy=Policy(),
+                    state="recovering",
+                    generation=0,
+                    topology=Topology(dp=2),
+                    created_ns=time.time_ns(),
+                    watched=True,
+                    stop_requested=False,
+                    cursor=0,
+                    ledger=Ledger(),
+                )
+            )
+
+    def request(self, action_id: str, launch: Launch, exclude: list[str]) -> None:
+        """Commit an action and its request, as a tick does."""
+        now_ns = time.time_ns()
+        action = ActionView(
+            action_id=action_id,
+            kind="restart",
+            state="running",
+            reason="Rank 1 crashed.",
+            generation=launch.restarts,
+            created_ns=now_ns,
+        )
+        with self.database.write() as session:
+            session.add(
+                ActionRow(
+                    id=action_id,
+                    job_id=self.job_id,
+                    kind="restart",
+                    state="running",
+                    restart_of=launch.restarts,
+                    created_ns=now_ns,
+                    version=1,
+                    noticed=True,
+                    view=action,
+                )
+            )
+            session.flush()
+            intent = LaunchRequest(
+                action_id=action_id,
+                kind="restart",
+                launch=launch,
+                exclude=exclude,
+                reason="Rank 1 crashed.",
+            )
+            launches.request(session, self.job_id, intent, now_ns)
+
+    def result(self, action_id: str) -> LaunchResult:
+        with self.database.read() as session:
+            query = select(LaunchRow.result).where(LaunchRow.action_id == action_id)
+            return session.scalars(query).one()
+
+    def ensure_process(self) -> None:
+        """Start the process if it is dead."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROCESS), self.url, str(self._lease_seconds)],
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def kill(self) -> None:
+        """Kill the process, which is not reaped yet."""
+        if self.process is not None:
+            self.process.kill()
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.database.close()
