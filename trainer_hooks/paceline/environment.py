@@ -28,6 +28,10 @@ from paceline_wire.metadata import (
     SLURM_JOB,
     SLURM_NODE,
     SLURM_RESTARTS,
+    TORCHRUN_LEAST_NODES,
+    TORCHRUN_MAX_RESTARTS,
+    TORCHRUN_RESTARTS,
+    TORCHRUN_RUN,
 )
 from paceline_wire.node_directory import rings_of_running_agents
 from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity, RingError, RingReader
@@ -280,7 +284,7 @@ def identify(
     metadata: Mapping[str, str],
 ) -> Identity:
     """Return the identity that the ring's first page holds."""
-    detected = {"python": sys.version.split()[0], **_script(), **_launcher()}
+    detected = {"python": sys.version.split()[0], **_script(), **_launcher(rank_environment.job)}
     torch = sys.modules.get("torch")
     if torch is not None:
         detected["torch"] = str(torch.__version__)
@@ -310,9 +314,18 @@ def _script() -> dict[str, str]:
     return {"script": name[:_SCRIPT_LENGTH]} if name and not name.startswith("-") else {}
 
 
-def _launcher() -> dict[str, str]:
-    """Return the launchers as metadata: torchrun reports how its ranks end, others own the job."""
-    found = {"launcher": "torchrun"} if "TORCHELASTIC_RUN_ID" in os.environ else {}
+def _launcher(own_job: str) -> dict[str, str]:
+    """Return the launchers as metadata; `own_job`: the job name of this rank."""
+    found: dict[str, str] = {}
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun also reports how its ranks end
+        found = {
+            "launcher": "torchrun",
+            TORCHRUN_RUN: own_job,
+            TORCHRUN_RESTARTS: os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0",
+            TORCHRUN_MAX_RESTARTS: os.environ.get("TORCHELASTIC_MAX_RESTARTS") or "0",
+        }
+        if least := _least_nodes():
+            found[TORCHRUN_LEAST_NODES] = least
     if (jobset := _jobset(os.environ)) is not None:
         found[KUBERNETES_JOB] = "/".join(jobset)
         found[KUBERNETES_NODE] = os.environ.get("NODE_NAME", "")
@@ -324,6 +337,23 @@ def _launcher() -> dict[str, str]:
         restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
         found |= {SLURM_JOB: job, SLURM_NODE: node, SLURM_RESTARTS: restarts}
     return found
+
+
+def _least_nodes() -> str | None:
+    """Return the smallest number of nodes that torchrun accepts (--nnodes=LEAST:MOST).
+
+    None if it was not started by its command, or has no such option.
+    """
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return None
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        option, equals, given = word.partition("=")
+        if option.replace("_", "-") == "--nnodes":
+            least = (given if equals else value).partition(":")[0]
+            return least if least.isdecimal() else None
+    return None
 
 
 def _jobset(environment: Mapping[str, str]) -> tuple[str, str] | None:

@@ -95,6 +95,21 @@ class TakeDumps(msgspec.Struct, frozen=True, kw_only=True, tag="take_dumps"):
     ranks: list[int]
 
 
+class EndRanks(msgspec.Struct, frozen=True, kw_only=True, tag="end_ranks"):
+    """Kill ranks that torchrun started, so that it starts them again.
+
+    A rank is killed only if it is a child of torchrun and still the process of that start. So a
+    command that arrives late or twice has no effect. `leave`: end torchrun itself on this node with
+    SIGTERM, so that the others meet without it.
+    """
+
+    command_id: int
+    job: str
+    generation: int  # as the ranks report it
+    started_ns: dict[int, int]  # by rank: CLOCK_MONOTONIC, `Identity.started_ns` of its process
+    leave: bool = False
+
+
 class Burst(msgspec.Struct, frozen=True, kw_only=True, tag="burst"):
     """Run collectors ten times a second, for at most 30 s.
 
@@ -119,7 +134,16 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     flush_seconds: float = 0.0
 
 
-Order = StartRanks | PreloadRanks | StopGeneration | ControlRanks | TakeStacks | TakeDumps | Burst
+Order = (
+    StartRanks
+    | PreloadRanks
+    | StopGeneration
+    | ControlRanks
+    | TakeStacks
+    | TakeDumps
+    | EndRanks
+    | Burst
+)
 Command = Order | Ping
 _decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 

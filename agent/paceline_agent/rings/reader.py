@@ -226,6 +226,18 @@ class Rings:
                 return attached.pid
         return None
 
+    def external_pid(self, job: str, generation: int, rank: int, started_ns: int) -> int | None:
+        """Return the pid of a rank that the agent did not start; None if it is not that process.
+
+        `started_ns`: `Identity.started_ns` of the process.
+        """
+        key = RankKey(job, generation, rank)
+        for attached in self._attached.values():
+            is_it = attached.key == key and attached.reader.identity.started_ns == started_ns
+            if is_it and key not in self.supervised and self._is_owners(attached):
+                return attached.pid
+        return None
+
     def local_ranks(self) -> list[LocalRank]:
         """Return the ranks on this node; a snapshot, for collectors in other threads."""
         rings = list(self._attached.values())

@@ -28,6 +28,7 @@ from paceline_agent.forward.server_clock import ServerClock
 from paceline_agent.forward.server_link import ServerLink
 from paceline_agent.rings import stacks
 from paceline_agent.rings.reader import Rings
+from paceline_agent.supervise.elastic import end_ranks
 from paceline_agent.supervise.supervisor import Supervisor
 from paceline_wire import ring
 from paceline_wire.batch import CommandResult, RankDump, RankStackTraces
@@ -35,6 +36,7 @@ from paceline_wire.commands import (
     Burst,
     Command,
     ControlRanks,
+    EndRanks,
     Order,
     Ping,
     PreloadRanks,
@@ -131,6 +133,8 @@ class CommandRunner:
                 return await self._take_stacks(command)
             case TakeDumps():
                 return await self._take_dumps(command)
+            case EndRanks():
+                return end_ranks(self._rings, command, self._procfs_root)
             case Burst():
                 return self._burst(command.collectors, command.seconds)
 

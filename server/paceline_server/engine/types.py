@@ -17,6 +17,19 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     uid: str | None = None  # tells the job from a later one of the same name, if it is known
     restarts: int  # how often the launcher had restarted the job before these ranks started
     nodes: dict[str, str]  # agent_id -> node
+    # agent_id -> restarts, if the launcher counts on each node for itself
+    counts: dict[str, int] = {}
+
+    def is_before(self, other: Launch) -> bool:
+        """Return whether the launcher has restarted the job between this and the other.
+
+        Either may be of some of the nodes only. Fewer nodes than before follow on a restart, too.
+        """
+        if not (self.counts and other.counts):
+            return self.restarts < other.restarts
+        common = self.counts.keys() & other.counts.keys()
+        has_grown = any(self.counts[agent] < other.counts[agent] for agent in common)
+        return has_grown or self.counts.keys() > other.counts.keys()
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

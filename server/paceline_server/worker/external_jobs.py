@@ -151,7 +151,7 @@ def _current_launch(session: Session, job: JobRow) -> Launch | None:
 def _is_relaunched(session: Session, job: JobRow, ranks: Sequence[AttachmentRow]) -> bool:
     """Return whether the launcher has restarted the job since its current generation."""
     before, after = _current_launch(session, job), _launch(ranks)
-    return before is None or after is None or after.restarts > before.restarts
+    return before is None or after is None or before.is_before(after)
 
 
 def _refuse_earlier_runs(
@@ -162,11 +162,16 @@ def _refuse_earlier_runs(
     They still run because the launcher lost their node, and must not be mixed with the new ones.
     """
     rows = attachments.ranks_of(session, run)
-    found = [(row, launch) for row in rows if (launch := _launch([row])) is not None]
+    # What counts on each node for itself begins at 0 again when a person starts it again.
+    found = [
+        (row, launch)
+        for row in rows
+        if (launch := _launch([row])) is not None and not launch.counts
+    ]
     is_over = job is None or job.state in FINISHED  # the launcher may use its id again
     current = None if job is None or is_over else _current_launch(session, job)
-    counts = [launch.restarts for launch in (current, *(launch for _, launch in found)) if launch]
-    earlier = [row for row, launch in found if launch.restarts < max(counts)]
+    seen = [launch for launch in (current, *(launch for _, launch in found)) if launch]
+    earlier = [row for row, launch in found if any(launch.is_before(one) for one in seen)]
     for row in earlier:
         row.placed = True
         detail = (

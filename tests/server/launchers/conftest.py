@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from node_agents import Agents
 from slurm_cluster import SlurmCluster, missing
 
 
@@ -37,46 +37,6 @@ def slurm(wait_for: Callable[..., Any]) -> Iterator[SlurmCluster]:
         if before is not None:
             os.environ["SLURM_CONF"] = before
         shutil.rmtree(directory, ignore_errors=True)
-
-
-class Agents:
-    """One agent per node of Slurm, with rings of its own."""
-
-    def __init__(self, directory: Path, url: str) -> None:
-        self.directory = directory
-        self._url = url
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, node: str) -> None:
-        """Start the agent of a node, also again after its end."""
-        with (self.directory / f"{node}.log").open("ab") as log:
-            self._running[node] = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "paceline_cli", "agent", "--server", self._url),
-                    *("--agent-id", node, "--node-directory", str(self.directory / node)),
-                    *("--spool-directory", str(self.directory / f"{node}-spool")),
-                    *("--metrics-port", "0", "--address", "127.0.0.1", "--run-as", "root"),
-                    *("--exit-with-parent", str(os.getpid())),
-                ],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def kill(self, node: str) -> None:
-        """Kill the agent of a node: the node is silent from now on."""
-        self._running[node].kill()
-        self._running[node].wait()
-
-    def are_up(self) -> bool:
-        """Return whether each agent takes rings."""
-        return all((self.directory / node / "rings").is_dir() for node in self._running)
-
-    def stop(self) -> None:
-        """End all agents."""
-        for agent in self._running.values():
-            agent.terminate()
-        for agent in self._running.values():
-            agent.wait(30)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import http.server
 import itertools
 import json
 import re
+import sys
 import threading
 import time
 import uuid
@@ -81,7 +82,7 @@ class KubernetesCluster:
                     },
                 },
             )
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._stop = threading.Event()
@@ -430,6 +431,13 @@ def train_job_of(name: str = "train", nodes: int = 2) -> Object:
 
 
 # --- HTTP ------------------------------------------------------------------------------------
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Leave out clients that were killed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHandler]:

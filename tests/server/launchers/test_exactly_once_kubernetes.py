@@ -113,7 +113,7 @@ def carry_out(
         requests.ensure_process()
         return requests.result(action_id).state != "waiting"
 
-    wait_for(advance, f"the restart; left of the moments: {killer.moments}")
+    wait_for(advance, f"the restart; left of the moments: {killer.moments}", seconds=900.0)
     assert killer.moments == [], "each moment came"
     assert requests.result(action_id).state == "done", requests.result(action_id)
     assert runs(cluster, 2)
