@@ -201,9 +201,8 @@ def test_a_job_has_the_policy_of_its_request(client: httpx.Client) -> None:
     created = client.post("/api/v1/jobs", json=body | {"policy": given}).json()
     shown = client.get(f"/api/v1/jobs/{created['id']}").json()
     assert shown["mode"] == "approve"
-    assert shown["policy"] == msgspec.to_builtins(
-        Policy(mode="approve", hang_patience_seconds=60.0)
-    )
+    policy = Policy(mode="approve", hang_patience_seconds=60.0)
+    assert shown["policy"] == msgspec.json.decode(msgspec.json.encode(policy))
 
 
 def test_a_job_has_the_policy_of_the_server_unless_the_request_differs(
@@ -215,7 +214,7 @@ def test_a_job_has_the_policy_of_the_server_unless_the_request_differs(
     job_id = post_job(url, mode="dry-run", policy={"backoff_seconds": 2})
     job = httpx.get(f"{url}/api/v1/jobs/{job_id}", verify=False).json()
     policy = Policy(mode="dry-run", restarts_per_day=7, backoff_seconds=2.0)
-    assert job["policy"] == msgspec.to_builtins(policy)
+    assert job["policy"] == msgspec.json.decode(msgspec.json.encode(policy))
 
 
 @pytest.mark.parametrize(("lease", "warns"), [("3", True), ("600", False), ("0", False)])
@@ -484,7 +483,7 @@ def test_a_quarantined_node_is_released(server: Any, client: httpx.Client) -> No
     assert client.post("/api/v1/nodes/node-1/release").json()["state"] == "ready"
     client.post("/api/v1/nodes/node-1/release").raise_for_status()
     records = client.get("/api/v1/audit").json()["items"]
-    assert [record["verb"] for record in records] == ["released"]
+    assert [one["verb"] for one in records if one["subject"] == "node-1"] == ["released"]
 
 
 def tokens(server: Any) -> dict[Scope, str]:
