@@ -167,14 +167,14 @@ def ring(tmp_path: Path) -> Recorder:
     return Recorder(create(tmp_path / "one.ring", identity))
 
 
-def run_scenarios(script: str, directory: Path) -> str:
+def run_scenarios(script: str, directory: Path, *names: str) -> str:
     """Run each scenario of a script of this folder with its ring in `directory`.
 
-    Returns what it printed.
+    With `names` only these, of a script that takes them. Returns what it printed.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     finished = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / script), str(directory)],
+        [sys.executable, "-W", "error", str(HERE / script), str(directory), *names],
         env={**environment, "PACELINE_RING_DIRECTORY": str(directory), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +421,7 @@ def without_warnings(scenario: Callable[[], None]) -> Callable[[], None]:
 
 @without_warnings
 def compiled_optimizer() -> None:
+    """Takes 10 s or more, and so is in no list: the compiler is loaded."""
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters())
     step = torch.compile(optimizer.step, backend="aot_eager")
@@ -430,34 +431,64 @@ def compiled_optimizer() -> None:
         optimizer.zero_grad()
 
 
-@without_warnings
-def compiled_optimizer_in_steps() -> None:
+def without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return the optimizer's step without torch's hooks, as a replayed graph of a device is one."""
+    step: Any = type(optimizer).step
+    return partial(step.__wrapped__, optimizer)
+
+
+def unhooked_optimizer_in_steps() -> None:
     """Accumulation, and a learning rate of 0 in the first step."""
     model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.0))
-
-    @torch.compile(backend="aot_eager")
-    def step() -> None:
-        optimizer.step()
-
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = without_hooks(optimizer)
     for number, (batch,) in enumerate(paceline.steps(loader(STEPS * ACCUMULATED))):
         model(batch).sum().backward()
         if number % ACCUMULATED == ACCUMULATED - 1:
             step()
             optimizer.zero_grad()
-            optimizer.param_groups[0]["lr"].fill_(0.1)
+            optimizer.param_groups[0]["lr"] = 0.1
 
 
-@without_warnings
-def compiled_after_two_steps() -> None:
-    """The first step after the change has as many backward passes as it takes to notice it."""
+def unhooked_after_two_steps() -> None:
+    """The third step has the 4 backward passes that it takes to notice the change."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(optimizer.step, backend="aot_eager")
+    step = without_hooks(optimizer)
     for number, (batch,) in enumerate(loader(STEPS + 3)):
         model(batch).sum().backward()
-        (optimizer.step if number < 2 else compiled)()
+        (optimizer.step if number < 2 else step)()
         optimizer.zero_grad()
+
+
+def unhooked_without_loader() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = without_hooks(optimizer)
+    for _ in range(STEPS):
+        for _ in range(ACCUMULATED):
+            model(features[:2]).sum().backward()
+        step()
+        optimizer.zero_grad()
+
+
+def replayed_after_two_steps() -> None:
+    """As with a graph of the whole step on a device: batches are steps after 64 of them."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replayed = STEPS - 2 + 63
+    for number, (batch,) in enumerate(DataLoader(TensorDataset(torch.randn(2 + replayed, 8)))):
+        if number < 2:
+            model(batch).sum().backward()
+            optimizer.step()
+
+
+def trained_without_a_trace() -> None:
+    """Neither parameters nor gradients are visible: batches are steps after some."""
+    weight = torch.randn(8, 8)
+    for (batch,) in loader(STEPS + 7):
+        gradient = torch.func.grad(lambda values, batch=batch: (batch @ values).sum())(weight)
+        weight = weight - 0.1 * gradient
 
 
 def optimizer_without_a_hash() -> None:
@@ -483,6 +514,7 @@ SCENARIOS: list[Callable[[], None]] = [
     adversarial_by_hand,
     gradients_as_values,
     replaced_parameters,
+    trained_without_a_trace,
     plain,
     several_epochs,
     accumulation,
@@ -492,9 +524,10 @@ SCENARIOS: list[Callable[[], None]] = [
     one_batch_for_all,
     several_calls_per_step,
     penalty_of_gradients,
-    compiled_optimizer,
-    compiled_optimizer_in_steps,
-    compiled_after_two_steps,
+    unhooked_optimizer_in_steps,
+    unhooked_after_two_steps,
+    unhooked_without_loader,
+    replayed_after_two_steps,
     adversarial,
     adversarial_with_loader,
     # These optimizers are never freed, because hooks of their parameters hold them: from here on,
@@ -515,7 +548,7 @@ SCENARIOS: list[Callable[[], None]] = [
 ]
 
 if __name__ == "__main__":
-    for scenario in SCENARIOS:
+    for scenario in [globals()[name] for name in sys.argv[2:]] or SCENARIOS:
         os.environ["PACELINE_JOB"] = scenario.__name__
         paceline.init()
         scenario()

@@ -47,6 +47,15 @@ def test_each_loop_has_the_steps_that_it_trained(rings: Path, recorded: Recorded
     assert found == {name: list(range(STEPS)) for name in names}
 
 
+@pytest.mark.campaign
+def test_a_compiled_optimizer_has_the_steps_that_it_trained(
+    tmp_path: Path,
+) -> None:
+    run_scenarios("recognized_runs.py", tmp_path, "compiled_optimizer")
+    spans = unpack(RingReader(tmp_path / "compiled_optimizer.g0.r0.ring").read())
+    assert [span.step for span in spans if span.op == Op.STEP] == list(range(STEPS))
+
+
 def test_a_step_is_data_forward_backward_and_optimizer_without_gaps(recorded: Recorded) -> None:
     spans = recorded("plain")
     steps = of(spans, Op.STEP)
@@ -76,6 +85,37 @@ def test_batches_between_optimizer_steps_are_microbatches(recorded: Recorded, na
     )
     waits = Counter(span.step for span in of(spans, Op.DATA_WAIT))
     assert all(waits[step] == ACCUMULATED for step in range(1, STEPS))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "updated_by_hand_after_accumulation",
+        "accumulated_without_loader",
+        "unhooked_optimizer_in_steps",
+        "unhooked_without_loader",
+    ],
+)
+def test_an_update_by_hand_ends_a_step_of_several_microbatches(
+    recorded: Recorded, name: str
+) -> None:
+    backwards = Counter(span.step for span in of(recorded(name), Op.BACKWARD))
+    assert backwards == dict.fromkeys(range(STEPS), ACCUMULATED)
+
+
+@pytest.mark.parametrize("name", ["updated_by_hand", "own_optimizer", "gradients_as_values"])
+def test_a_step_without_an_optimizer_is_data_forward_and_backward(
+    recorded: Recorded, name: str
+) -> None:
+    spans = recorded(name)
+    for step in range(1, STEPS):
+        inside = [span.op for span in spans if span.step == step and span.op != Op.STEP]
+        assert inside == [Op.DATA_WAIT, Op.FORWARD, Op.BACKWARD]
+
+
+def test_gradients_in_a_forward_pass_are_no_backward_passes(recorded: Recorded) -> None:
+    backwards = Counter(span.step for span in of(recorded("penalty_of_gradients"), Op.BACKWARD))
+    assert [backwards[step] for step in range(1, STEPS)] == [1] * (STEPS - 1)
 
 
 @pytest.mark.parametrize("name", ["without_loader", "one_batch_for_all", "several_calls_per_step"])
@@ -144,6 +184,16 @@ def test_what_the_script_marks_is_not_recorded_twice(recorded: Recorded) -> None
         (
             "own_optimizer_in_steps",
             "iterations of paceline.steps, forward and backward from autograd",
+        ),
+        (
+            "updated_by_hand_after_accumulation",
+            "from updates of the parameters, 4 microbatches each, data waits of the DataLoader, "
+            "forward and backward from autograd",
+        ),
+        (
+            "accumulated_without_loader",
+            "from updates of the parameters, 4 microbatches each, "
+            "forward and backward from autograd",
         ),
         ("own_calls", "marked by the script, data waits of the DataLoader"),
     ],

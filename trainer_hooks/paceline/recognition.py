@@ -18,7 +18,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any, Protocol
 
-from paceline.loop import MOST_MICROBATCHES, Loop
+from paceline.loop import MOST_BATCHES_WITHOUT_BACKWARD, MOST_MICROBATCHES, Loop
 from paceline.recorder import Recorder
 from paceline.sections import StatusSection
 from paceline.updates import UpdateProbe
@@ -92,6 +92,7 @@ class Recognition:
         self.probe: UpdateProbe | None = None  # finds updates until optimizer steps are seen
         self._most_microbatches = 0  # backward passes up to an optimizer step
         self._counts_passes = False  # no update is seen: batches or backward passes are steps
+        self._counts_batches = False  # nor a backward pass: batches are steps
         self._has_backward = False  # `backward()` was called; then `autograd.grad` trains nothing
         self._has_gradients = False  # `autograd.grad` was counted as a backward pass
         self.microbatches = 0  # backward passes of the newest step
@@ -125,7 +126,7 @@ class Recognition:
             steps = "marked by the script"
         elif loop.has_optimized:
             steps = "from optimizer steps"
-        elif self._counts_passes and loop.is_recognized:
+        elif (self._counts_passes or self._counts_batches) and loop.is_recognized:
             steps = "batches" if self.has_data else "backward passes"
         elif loop.has_updated:
             steps = "from updates of the parameters"
@@ -342,7 +343,8 @@ class Recognition:
         if loop.backwards > self._most_microbatches:
             self._most_microbatches = loop.backwards
         if not loop.has_optimized:
-            loop.has_optimized, self._counts_passes = True, False
+            loop.has_optimized = True
+            self._counts_passes = self._counts_batches = False
             if self.probe is not None:
                 self.probe.forget()
         loop.optimizer_calls.append(optimizer)
@@ -387,9 +389,15 @@ class Recognition:
     def note_update(self) -> None:
         """Note in the open step that the parameters were updated, if they were."""
         loop = self._loop
-        if not loop.is_open or not loop.backwards or loop.optimizer_calls:
+        if not loop.is_open or loop.optimizer_calls:
             return
-        if self._awaits_update() and self._is_updated(loop.backwards):
+        if not loop.backwards:
+            is_over = self._counts_batches and loop.batches > 0
+            if is_over or loop.batches >= MOST_BATCHES_WITHOUT_BACKWARD:
+                self._counts_batches = True  # a device replays a graph of the whole step
+                self._updated()
+        elif self._awaits_update() and self._is_updated(loop.backwards):
+            self._counts_batches = False
             self._updated()
 
     def _updated(self) -> None:

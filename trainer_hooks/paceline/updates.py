@@ -138,10 +138,14 @@ class _Sample:
     def _read(self, tensor: Any) -> tuple[int, int, bytes | None] | None:
         """Return size, number of changes and first bytes; None without memory of its own.
 
-        A tensor without memory is one that FSDP fills for each pass.
+        FSDP fills the memory of such a tensor for each pass; those of `torch.func` have none.
         """
-        if tensor is None:
+        try:
+            return None if tensor is None else self._read_memory(tensor)
+        except (RuntimeError, NotImplementedError):
             return None
+
+    def _read_memory(self, tensor: Any) -> tuple[int, int, bytes | None] | None:
         size, version = tensor.numel(), tensor._version
         if type(tensor) not in self._plain or tensor.layout is not self._strided:
             return size, version, None
