@@ -17,9 +17,9 @@ from ctypes import string_at
 from typing import Any
 
 SAMPLES = 4  # parameters, evenly spread over the model
-COMPARED_BYTES = 64  # of each
-MOST_NODES = 20_000  # of the graph of the first backward pass
-MOST_CHOICES = 3  # that find no parameters
+COMPARED_BYTES = 64  # first bytes of a parameter or gradient
+MOST_NODES = 20_000  # visited nodes of a graph, in search of parameters
+MOST_CHOICES = 3  # attempts that find no parameters
 
 
 class UpdateProbe:
@@ -36,7 +36,7 @@ class UpdateProbe:
         self._torch = torch
         self._optimized = optimized
         self._samples: list[_Sample] = []
-        self._choices = 0  # since one was of use
+        self._choices = 0  # attempts since `forget`
         self.sees_gradients = True  # no optimizer of torch may set gradients to zero before a step
 
     @property
