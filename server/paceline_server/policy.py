@@ -19,6 +19,7 @@ from paceline_server.policy_windows import WindowError, check_window
 
 Mode = Literal["default", "observe", "dry-run", "approve", "auto"]
 Resumes = Literal["seen", "yes", "no"]
+Rollback = Literal["off", "propose", "auto"]
 
 _DAY_SECONDS = 86_400
 
@@ -33,7 +34,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             "says what it would do; approve: a person approves each restart; auto: Paceline; "
             "default: auto if the script can save a checkpoint on command or is known to resume "
             "from its own, else approve. In every mode, a job that makes progress is stopped "
-            "without a checkpoint only after a person has approved it."
+            "without a checkpoint only after a person has approved it, or has set `loss_rollback` "
+            "to auto."
         ),
     ] = "default"
     resumes: Annotated[
@@ -217,6 +219,49 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             "is shown and causes no alert and no repair. A restart costs more than a day of 1%.",
         ),
     ] = 0.015
+    loss_spike_deviations: Annotated[
+        float,
+        Meta(
+            ge=3,
+            le=1000,
+            description="A loss that is more robust deviations (1.4826 MAD) above the median of "
+            "the job's last ones is a spike. It is shown, and causes no alert.",
+        ),
+    ] = 10.0
+    loss_divergence_steps: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1_000_000,
+            description="A spike that has not returned after so many steps is a divergence.",
+        ),
+    ] = 50
+    loss_rollback: Annotated[
+        Rollback,
+        Meta(
+            description="What follows a divergence: off: it is reported; propose: going back to a "
+            "checkpoint before it is proposed to a person; auto: done in mode auto. A NaN or "
+            "infinite loss is repaired as the mode says, because all later steps are useless."
+        ),
+    ] = "propose"
+    loss_skip_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="After going back, the data of so many steps is left out, from the last "
+            "step with a usual loss. 0: none.",
+        ),
+    ] = 0
+    loss_tries: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100,
+            description="So often the job goes back for one place in the training; after that, a "
+            "divergence is only reported, and a NaN ends the job in mode auto.",
+        ),
+    ] = 2
     slow_link_slowdown: Annotated[
         float,
         Meta(

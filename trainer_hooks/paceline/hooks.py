@@ -605,6 +605,13 @@ def expect_steps(total: int) -> None:
         session.guard(session.expect_steps, total)
 
 
+def describe_repair(*, roll_back: bool) -> None:
+    """Report whether the script can go back to an earlier checkpoint on request."""
+    session = _session
+    if session is not None and get_ident() == _owner and roll_back:
+        session.guard(session.can_roll_back)
+
+
 # Commands and checkpoints
 
 on_checkpoint: Callable[[bool], None] = _nothing  # set by `requests.py`

@@ -25,6 +25,9 @@ def price_of(view: JobView, progress: ActionProgress) -> Price:
     script's own repeats the steps between the checkpoint and the stop.
     """
     newest = view.current_step
+    if newest is not None and progress.roll_back_onset is not None:
+        steps = max(0, newest + 1 - progress.roll_back_onset)
+        return Price(steps, None if view.step_seconds is None else steps * view.step_seconds)
     if newest is None or (progress.planned and not progress.waits):
         return Price(0, 0.0)
     if progress.waits:
@@ -43,6 +46,11 @@ def price_text(price: Price, view: JobView, progress: ActionProgress) -> str:
         expected = expected_checkpoint(view)
         when = "" if expected is None else f", {expected.text()}"
         return f"Price: about {steps_text(price.steps)}{time} after that checkpoint{when}."
+    if progress.roll_back_onset is not None:
+        return (
+            f"Price: {steps_text(price.steps)}{time} since step {progress.roll_back_onset}, and "
+            "those between the checkpoint and that step."
+        )
     since = (
         f"since the checkpoint of step {view.checkpoint_step}"
         if view.checkpoint_step

@@ -40,6 +40,7 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int | None = None  # first step that the new generation finished
     deadline_ns: int = 0
     tries: int = 1  # number of times that the stop command was sent
+    roll_back_onset: int | None = None  # go back to before this step
     lost: list[str] = []  # excluded because they were silent; used again if no other node is left
     avoid: list[str] = []  # used only if the job does not fit on the others, the last one first
     checkpoint_commands: dict[str, int] = {}
@@ -104,6 +105,8 @@ def restart_reason(progress: ActionProgress, exclude: list[str]) -> str:
     parts = [f"without {join_names(exclude)}"] if exclude else []
     if progress.node in progress.avoid and progress.node not in exclude:
         parts.append(f"if possible not on {progress.node}")
+    if progress.roll_back_onset is not None:
+        parts.append(f"from a checkpoint before step {progress.roll_back_onset}")
     where = ", ".join(parts) or "in place"
     if progress.waits:
         return f"Restart {where} after the script's own next checkpoint: {progress.why}"

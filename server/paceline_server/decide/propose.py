@@ -318,6 +318,9 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
     if remedy.kind == "notify":
         _record(draft, incident, remedy, "done", remedy.why)
         return
+    if remedy.kind == "stop":
+        _give_up(draft, incident, remedy)
+        return
     if remedy.planned and not is_progressing(draft):
         return  # a fatal incident comes first
     refusal = budget.refusal(draft.view, draft.policy, draft.now_ns)
@@ -331,6 +334,9 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         progress = replace(progress, waits=True, remark="" if is_free else _MAY_NOT_RESUME)
     elif not is_free:
         progress = replace(progress, planned=False, remark=_NO_CHECKPOINT)
+    if remedy.needs_person:
+        is_free = False
+        progress = replace(progress, remark=remedy.needs_person)
     reason = restart_reason(progress, remedy.exclude)
     if draft.policy.mode == "dry-run":
         _record(draft, incident, remedy, "superseded", f"Dry run, not done: {reason}")
@@ -368,6 +374,16 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         draft.put_action(_with_figures(draft, action, held))
     else:
         begin_restart(draft, replace(action, reason=reason))
+
+
+def _give_up(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
+    """End a job whose loss was wrong again after each return; only in mode `auto`."""
+    if draft.policy.mode != "auto":
+        notice = replace(remedy, kind="notify")
+        _record(draft, incident, notice, "done", remedy.why)
+        return
+    reason = f"Gave up: {remedy.why}"
+    begin_stop(draft, "failed", reason, incident.incident_id if incident else None)
 
 
 def _propose_what_was_called_off(draft: Draft) -> None:
@@ -430,6 +446,7 @@ def _first_progress(remedy: Remedy) -> ActionProgress:
         node=remedy.node,
         avoid=remedy.avoid,
         kept_ratio=remedy.kept_ratio,
+        roll_back_onset=remedy.roll_back_onset,
     )
 
 

@@ -5,6 +5,8 @@
 | failure, critical | restart; without the node if it is suspected |
 | hang of a process that is stopped or gone, or by a mismatch | the same |
 | any other hang | the same after the policy's `hang_patience_seconds`: it may continue by itself |
+| NaN or infinite loss | restart from a checkpoint before it, `loss_tries` times; then end the job |
+| divergence of the loss | the same, proposed (`loss_rollback`); then notify |
 | straggler, slow data or slow link whose node is suspected | checkpoint, restart without the node |
 | the same caused by load of the node's host, for 20 steps | the same |
 | straggler or slow data of unknown cause, critical for 20 steps | the same |
@@ -26,6 +28,13 @@ from paceline_server.decide.incidents import (
 )
 from paceline_server.decide.nodes import live_agents, usable_nodes
 from paceline_server.decide.placement import place
+from paceline_server.decide.roll_back import (
+    NON_FINITE,
+    can_roll_back,
+    is_about_loss,
+    tries,
+    tries_text,
+)
 from paceline_server.decide.types import ActionKind, IncidentView
 from paceline_server.detect.causes.catalog import (
     blames_no_node,
@@ -40,6 +49,7 @@ PERSISTENT_STEPS = 20
 # that does not start is stronger evidence against its node than a later crash.
 _TOLERATED_FAILURES = 2
 _TOLERATED_FAILED_STARTS = 1
+_ASKS_FOR_LOSS = "A person has to approve it (policy `loss_rollback`)."
 _RESTART_DOES_NOT_HELP = ("transient", "chronic")  # the slowdown has ended, or the model causes it
 
 
@@ -53,11 +63,15 @@ class Remedy(Struct, frozen=True, kw_only=True):
     avoid: list[str] = []  # used only if the job does not fit on the others, the last one first
     node: str | None = None  # the node to blame
     kept_ratio: float = 1.0  # planned: ranks of the next generation over those of this one
+    roll_back_onset: int | None = None  # go back to a checkpoint before this step
+    needs_person: str = ""  # why a person has to approve it in every mode
 
 
 def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
     """Return the current remedy for the incident; None if there is nothing to do, or not yet."""
     finding = incident.finding
+    if is_about_loss(finding):
+        return _remedy_for_loss(draft, finding)
     if is_fatal(finding):
         if _may_continue(draft, incident):
             return None
@@ -69,6 +83,35 @@ def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
     if finding.kind == BUBBLE.name:
         return None
     return Remedy(kind="notify", why=finding.summary)
+
+
+def _remedy_for_loss(draft: Draft, finding: Finding) -> Remedy | None:
+    """Return to a checkpoint before the loss went wrong, as often as the policy allows."""
+    if finding.severity != "critical":
+        return None  # a spike usually returns by itself
+    is_divergence = finding.cause != NON_FINITE
+    before = tries(draft.view, finding)
+    blamed = None if blames_no_node(finding.cause) else finding.node
+    if is_divergence and draft.policy.loss_rollback == "off":
+        return Remedy(kind="notify", why=finding.summary)
+    if can_roll_back(draft.view) and len(before) >= draft.policy.loss_tries:
+        why = f"{finding.summary} {tries_text(before)}" if before else finding.summary
+        return Remedy(kind="notify", why=why) if is_divergence else Remedy(kind="stop", why=why)
+    if not can_roll_back(draft.view):
+        if is_divergence:
+            why = f"{finding.summary} The script cannot go back by itself (docs/repair.md)."
+            return Remedy(kind="notify", why=why)
+        exclude = _nodes_to_exclude(draft, blamed, _TOLERATED_FAILURES)
+        return Remedy(kind="restart", why=finding.summary, exclude=exclude, node=blamed)
+    asks = is_divergence and draft.policy.loss_rollback != "auto"
+    return Remedy(
+        kind="restart",
+        why=finding.summary,
+        node=blamed,
+        exclude=_nodes_to_exclude(draft, blamed, _TOLERATED_FAILURES),
+        roll_back_onset=finding.onset_step,
+        needs_person=_ASKS_FOR_LOSS if asks else "",
+    )
 
 
 def remedy_for_failed_start(draft: Draft, why: str, blamed: str | None) -> Remedy:

@@ -76,6 +76,15 @@ class FailureHistory(msgspec.Struct, frozen=True):
     node_seconds: float
 
 
+class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
+    """A return to a checkpoint before the loss went wrong."""
+
+    action_id: str
+    onset_step: int  # first step whose loss may be wrong
+    step: int  # no checkpoint after this one is loaded
+    skip_steps: int = 0  # steps from there whose data is left out
+
+
 class Experience(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a job's checkpoints and starts that it has shown so far."""
 
@@ -89,6 +98,7 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: float | None = None
     starts: int = 0  # first starts and restarts that were observed to the end
     failed_starts: int = 0  # starts that did not lead to a step of all ranks
+    rolled_back: list[RolledBack] = []  # the newest last
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True):

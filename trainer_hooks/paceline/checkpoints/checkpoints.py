@@ -27,6 +27,7 @@ from paceline.checkpoints.memory.state import MemoryState
 from paceline.checkpoints.parts import ModulePart, ObjectPart, StatePart, part_of
 from paceline.checkpoints.position import DataPosition
 from paceline.checkpoints.rank_group import RankGroup, reason_of
+from paceline.checkpoints.roll_back import SkippingBatches, go_back, roll_back_of, skip_of
 from paceline.checkpoints.states import StoredState, capture, capture_apart
 from paceline.checkpoints.storage import Checkpointer, Verified
 from paceline.environment import launched_world_size
@@ -111,18 +112,22 @@ class Checkpoints:
         self._taken = False  # a batch, since the last boundary
         self._agreement: Agreement | None = None
         self._saved_at = monotonic()
+        self._skip = skip_of(os.environ)
+        self._batches: SkippingBatches | None = None  # of the epoch in progress
         peers = RankGroup(group)
-        generation, run = 0, ""
+        generation, run, went_back = 0, "", False
+        request = roll_back_of(os.environ)
 
         def claim() -> None:
-            nonlocal generation, run
+            nonlocal generation, run, went_back
             generation = claim_next(Path(directory))
             run = run_of(Path(directory))
+            went_back = request is not None and go_back(Path(directory), request)
 
         failure = peers.on_rank_0(claim)
         if failure:
             raise CheckpointError(failure)
-        generation, run = peers.from_first((generation, run))
+        generation, run, went_back = peers.from_first((generation, run, went_back))
         self._checkpointer = Checkpointer(
             Path(directory), group, generation, run={}, keep=keep, on_result=self._saved
         )
@@ -133,6 +138,10 @@ class Checkpoints:
             self._copies = open_copies(
                 peers, run, generation, partial(_report_no_copies, is_incident=memory is True)
             )
+        if self._copies is not None and went_back:
+            self._copies.resumed(None)  # they may contain the damage
+            peers.gather(None)  # no rank searches before all are deleted
+        hooks.describe_repair(roll_back=True)
         if self._copies is not None:
             requests.before_end.append(self._end_copies)
             if group is None:
@@ -226,13 +235,33 @@ class Checkpoints:
             batches = self._resume(loader, saved)
         if self._agreement is not None:
             self._agreement.at(self.step)
-        return batches
+        self._batches = SkippingBatches(batches)
+        self._skip_if_due()
+        return self._batches
 
     def boundary(self) -> bool:
         """Save if it is time. Return whether the loop ends on request.
 
         Called between two batches; it acts only after an optimizer step.
         """
+        step = self.step
+        stops = self._boundary()
+        if self.step != step:
+            self._skip_if_due()  # after the save, so that a resume at this step skips, too
+        return stops
+
+    def _skip_if_due(self) -> None:
+        """Leave out the data that the server asked to leave out."""
+        skip, batches = self._skip, self._batches
+        if skip is None or batches is None or self.step != skip.first:
+            return
+        self._skip = None
+        count = skip.count * self._position.batches_per_step
+        batches.skip(count)
+        if self._checkpointer.peers.rank == 0:
+            _log.warning("The data of %d steps (%d batches) is left out.", skip.count, count)
+
+    def _boundary(self) -> bool:
         if self.stopped or not self._taken:
             return self.stopped
         self._taken = False
@@ -240,6 +269,7 @@ class Checkpoints:
             return False  # gradients are still accumulated
         self._steps_before = self._optimizer_steps
         self.step += 1
+        self._position.step_ended()
         if self._copies is not None:
             self._copies.step_ended(self.step, self._capture_apart)
         agreement = self._agreement
@@ -255,7 +285,8 @@ class Checkpoints:
 
     def took(self) -> None:
         """Note that a batch was taken."""
-        self._position.batches += 1
+        skipped = 0 if self._batches is None else self._batches.take_skipped()
+        self._position.took(skipped)
         self._taken = True
 
     def end(self) -> None:

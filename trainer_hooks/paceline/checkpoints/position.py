@@ -21,6 +21,8 @@ class DataPosition:
     def __init__(self) -> None:
         self.epoch = -1  # number of the one in progress
         self.batches = 0  # taken in this epoch
+        self.batches_per_step = 1  # of the newest step: more if it accumulates gradients
+        self._in_step = 0
         self._began_with: dict[str, Any] = {}  # random states at the begin of the epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -28,9 +30,19 @@ class DataPosition:
         return {
             "epoch": self.epoch,
             "batches": self.batches,
+            "batches_per_step": self.batches_per_step,
             "began_with": self._began_with,
             "random": RandomStates().state_dict(),
         }
+
+    def took(self, skipped: int = 0) -> None:
+        """Count a batch that was taken, and those that were left out before it."""
+        self.batches += 1 + skipped
+        self._in_step += 1
+
+    def step_ended(self) -> None:
+        """Note the batches of the step that has ended."""
+        self.batches_per_step, self._in_step = max(1, self._in_step), 0
 
     def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Begin the next epoch."""
@@ -61,6 +73,7 @@ class DataPosition:
             is_same_rank: `saved` is of this rank, with the same number of ranks.
         """
         self.epoch, self.batches = saved["epoch"], batches
+        self.batches_per_step = saved.get("batches_per_step", 1)  # a release before had none
         self._began_with = saved["began_with"]
         if is_same_rank:
             RandomStates().load_state_dict(self._began_with["random"])

@@ -19,6 +19,7 @@ from paceline_server.decide.progress import (
     update_detail,
 )
 from paceline_server.decide.restart.start import start_generation
+from paceline_server.decide.roll_back import remember
 from paceline_server.decide.stopping import repeat_stop, request_stop, unconfirmed
 from paceline_server.decide.types import ActionView, NodeView, Restarted
 
@@ -71,6 +72,7 @@ def advance_place(draft: Draft, action: ActionView) -> None:
         node=progress.node,
     )
     progress = replace(progress, highest_step=draft.view.highest_step)
+    draft.experience = remember(draft, action.action_id, progress)
     start_generation(draft, action, progress, layout)
 
 

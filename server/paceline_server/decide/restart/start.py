@@ -18,6 +18,7 @@ from paceline_server.decide.progress import (
     progress_of,
     set_progress,
 )
+from paceline_server.decide.roll_back import roll_back_environment
 from paceline_server.decide.types import ActionView, NodeView, Phase, RankView
 from paceline_server.decide.wording import exit_text, join_names, join_numbers
 from paceline_wire.commands import Command, PreloadRanks, RankSpec, StartRanks
@@ -81,7 +82,7 @@ def _command(
         topology=draft.topology,
         ranks=[RankSpec(rank.rank, rank.local_rank, rank.gpu) for rank in ranks],
         argv=spec.argv,
-        environment=spec.environment,
+        environment=spec.environment | roll_back_environment(draft.experience),
         directory=spec.directory,
         master_address=master.address,
         master_port=master.rendezvous_port,

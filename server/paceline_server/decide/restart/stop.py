@@ -50,7 +50,9 @@ def _may_renew(draft: Draft, action: ActionView, progress: ActionProgress) -> bo
     Only after the loss of a rank or node: another fault may be in the processes. And only if the
     last restart made progress, so that two in a row are never of this kind.
     """
-    if progress.planned or progress.avoid or action.incident_id is None:
+    if progress.planned or progress.avoid or progress.roll_back_onset is not None:
+        return False
+    if action.incident_id is None:
         return False
     finding = draft.incident(action.incident_id).finding
     is_loss = finding.kind == FAILURE.name or cannot_resume(finding.cause)

@@ -24,6 +24,7 @@ class NonFiniteLossDetector(Detector):
     def __init__(self, generation: Generation, policy: Policy) -> None:
         super().__init__(generation, policy)
         self._is_reported = False
+        self._good_step: int | None = None  # newest step whose losses were all finite
 
     def update(self, observation: Observation) -> list[Finding]:
         non_finite = [
@@ -32,6 +33,8 @@ class NonFiniteLossDetector(Detector):
             if not math.isfinite(loss)
         ]
         if self._is_reported or not non_finite:
+            if not non_finite and observation.losses:
+                self._good_step = min(step for step, _ in observation.losses.values())
             return []
         self._is_reported = True
         step, rank, loss = min(non_finite)
@@ -50,7 +53,7 @@ class NonFiniteLossDetector(Detector):
                 summary=f"The loss is {loss} at step {step}: all later steps are useless.",
                 now_ns=observation.now_ns,
                 rank=rank if is_own else None,
-                onset_step=step,
+                onset_step=step if self._good_step is None else min(step, self._good_step + 1),
                 step=step,
                 can_checkpoint=False,
                 evidence=evidence[:8],

@@ -1,0 +1,21 @@
+"""Thresholds of the detector of spikes and divergence of the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """See `LossDetector`."""
+
+    window: int = 64  # losses of a rank that the next one is compared with
+    least: int = 16  # of them, before anything is a spike
+    # The first losses of a training fall steeply, and those after a resume may rise for a moment.
+    warmup: int = 4
+    # A heavy tail is usual: batches differ. Ten deviations never occurred in healthy runs.
+    least_ratio: float = 0.02  # smallest rise over the median, in relation to it
+    ranks: int = 64  # compared ones: more would not change a majority
+
+
+DEFAULTS = LossSettings()
