@@ -605,6 +605,13 @@ def expect_steps(total: int) -> None:
         session.guard(session.expect_steps, total)
 
 
+def replicas_differ(mismatch: str) -> None:
+    """Report replicas whose parameters differ, as JSON."""
+    session = _session
+    if session is not None and get_ident() == _owner:
+        session.guard(session.replicas_differ, mismatch)
+
+
 def describe_repair(*, roll_back: bool) -> None:
     """Report whether the script can go back to an earlier checkpoint on request."""
     session = _session

@@ -35,7 +35,7 @@ from paceline.updates import UpdateProbe
 from paceline.writer import Pipelining, Section
 from paceline.writer.interface import Timed
 from paceline_wire.coverage import NOT_RECORDED, RECORDER
-from paceline_wire.metadata import CHECKPOINT_PATH, ROLL_BACK, TOTAL_STEPS
+from paceline_wire.metadata import CHECKPOINT_PATH, REPLICA_MISMATCH, ROLL_BACK, TOTAL_STEPS
 from paceline_wire.ring import (
     DEFINITIONS_BYTES,
     STATE_DEFINITIONS,
@@ -279,6 +279,10 @@ class Session:
         if cuda is not None and cuda.is_initialized():
             metadata["gpu_name"] = cuda.get_device_name()
         self.update(source="steps", metadata=metadata)
+
+    def replicas_differ(self, mismatch: str) -> None:
+        """Report replicas whose parameters differ, as JSON."""
+        self.update(source="torch", metadata={REPLICA_MISMATCH: mismatch})
 
     def can_roll_back(self) -> None:
         """Report that the script can go back to an earlier checkpoint."""

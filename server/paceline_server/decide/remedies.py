@@ -6,6 +6,7 @@
 | hang of a process that is stopped or gone, or by a mismatch | the same |
 | any other hang | the same after the policy's `hang_patience_seconds`: it may continue by itself |
 | NaN or infinite loss | restart from a checkpoint before it, `loss_tries` times; then end the job |
+| one replica with other parameters | restart without its node, proposed |
 | divergence of the loss | the same, proposed (`loss_rollback`); then notify |
 | straggler, slow data or slow link whose node is suspected | checkpoint, restart without the node |
 | the same caused by load of the node's host, for 20 steps | the same |
@@ -42,13 +43,17 @@ from paceline_server.detect.causes.catalog import (
     cannot_resume,
 )
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.kinds import BUBBLE, HANG, kind_of
+from paceline_server.detect.kinds import BUBBLE, CORRUPTION, HANG, kind_of
 
 PERSISTENT_STEPS = 20
 # How often a node may have been to blame within an hour before a restart excludes it. A generation
 # that does not start is stronger evidence against its node than a later crash.
 _TOLERATED_FAILURES = 2
 _TOLERATED_FAILED_STARTS = 1
+_ASKS_FOR_CORRUPTION = (
+    "A person has to approve it, because the ranks still train, and their steps since the damage "
+    "are lost."
+)
 _ASKS_FOR_LOSS = "A person has to approve it (policy `loss_rollback`)."
 _RESTART_DOES_NOT_HELP = ("transient", "chronic")  # the slowdown has ended, or the model causes it
 
@@ -72,6 +77,8 @@ def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
     finding = incident.finding
     if is_about_loss(finding):
         return _remedy_for_loss(draft, finding)
+    if finding.kind == CORRUPTION.name:
+        return _remedy_for_corruption(draft, finding)
     if is_fatal(finding):
         if _may_continue(draft, incident):
             return None
@@ -111,6 +118,24 @@ def _remedy_for_loss(draft: Draft, finding: Finding) -> Remedy | None:
         exclude=_nodes_to_exclude(draft, blamed, _TOLERATED_FAILURES),
         roll_back_onset=finding.onset_step,
         needs_person=_ASKS_FOR_LOSS if asks else "",
+    )
+
+
+def _remedy_for_corruption(draft: Draft, finding: Finding) -> Remedy:
+    """Propose a restart without the node whose replica is wrong, from before the damage."""
+    node = finding.node
+    if node is None or not finding.suspects_node:
+        why = f"{finding.summary} Which replica is right is not known."
+        return Remedy(kind="notify", why=why)
+    if not _may_quarantine(draft, node, 0):
+        return Remedy(kind="notify", why=f"{finding.summary} No more nodes may be quarantined.")
+    return Remedy(
+        kind="restart",
+        why=finding.summary,
+        node=node,
+        exclude=[node],
+        roll_back_onset=finding.onset_step if can_roll_back(draft.view) else None,
+        needs_person=_ASKS_FOR_CORRUPTION,
     )
 
 

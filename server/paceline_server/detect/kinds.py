@@ -72,6 +72,7 @@ BUBBLE = _row(Kind("bubble", "info", "slow", precedence=0))
 GPU_ERROR = _row(Kind("gpu_error", "warning", "none"))
 EARLIER_RUN = _row(Kind("earlier_run", "critical", "none"))
 LOSS = _row(Kind("loss", "warning", "none"))
+CORRUPTION = _row(Kind("corruption", "critical", "none"))
 HANG = _row(Kind("hang", "critical", "stopped", restartable=True, precedence=2))
 FAILURE = _row(Kind("failure", "critical", "stopped", restartable=True, precedence=3))
 

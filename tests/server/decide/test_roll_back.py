@@ -131,3 +131,28 @@ def test_a_spike_alone_causes_no_action(able: World) -> None:
     able.policy = Policy(mode="auto", loss_rollback="auto")
     able.run(5.0, (replace(divergence(able), severity="info", cause="loss spike"),))
     assert not [one for one in able.actions.values() if one.kind != "start"]
+
+
+def corruption(world: World, **changes: object) -> Finding:
+    found = world.finding("corruption", cause="silent corruption", severity="critical")
+    values = {"onset_step": 12, "suspects_node": True, "slowdown": None, "cost_ratio": None}
+    return replace(found, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_wrong_replica_is_proposed_to_be_drained_and_left_behind(able: World) -> None:
+    able.policy = Policy(mode="auto")
+    able.run(5.0, (corruption(able),))
+    action = able.one_action("restart")
+    assert (action.state, action.exclude_nodes) == ("proposed", ["node-1"])
+    assert able.generation == 1
+    able.people(action, "approved")
+    able.until_running(2)
+    assert "node-1" in able.quarantined
+    assert environment(able)["PACELINE_ROLL_BACK"].startswith("11:")
+
+
+def test_of_two_replicas_that_differ_no_node_is_drained(able: World) -> None:
+    able.policy = Policy(mode="auto")
+    able.run(5.0, (corruption(able, rank=None, node=None, suspects_node=False),))
+    assert "is not known" in able.one_action("notify").reason
+    assert not able.quarantined

@@ -12,13 +12,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
+import msgspec
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline import hooks, requests
-from paceline.agreement import Agreement, Request
+from paceline.agreement import Agreement, Request, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError
 from paceline.checkpoints.layout import Saved, claim_next, run_of, saved_checkpoints
 from paceline.checkpoints.memory.copies import CapturedState, open_copies
@@ -27,6 +28,7 @@ from paceline.checkpoints.memory.state import MemoryState
 from paceline.checkpoints.parts import ModulePart, ObjectPart, StatePart, part_of
 from paceline.checkpoints.position import DataPosition
 from paceline.checkpoints.rank_group import RankGroup, reason_of
+from paceline.checkpoints.replicas import ReplicaCheck, replica_sets
 from paceline.checkpoints.roll_back import SkippingBatches, go_back, roll_back_of, skip_of
 from paceline.checkpoints.states import StoredState, capture, capture_apart
 from paceline.checkpoints.storage import Checkpointer, Verified
@@ -132,6 +134,7 @@ class Checkpoints:
             Path(directory), group, generation, run={}, keep=keep, on_result=self._saved
         )
         requests.before_end.append(self._checkpointer.wait)
+        requests.before_end.append(self._end_replicas)
         self._copies = None
         requests.at_leave.append(self._leave)
         if memory:
@@ -142,10 +145,48 @@ class Checkpoints:
             self._copies.resumed(None)  # they may contain the damage
             peers.gather(None)  # no rank searches before all are deleted
         hooks.describe_repair(roll_back=True)
+        self._replicas = None if group is None else self._open_replicas(peers)
         if self._copies is not None:
             requests.before_end.append(self._end_copies)
             if group is None:
                 atexit.register(self._end_copies)
+
+    def _open_replicas(self, peers: RankGroup) -> ReplicaCheck | None:
+        """Begin to compare replicas, if this rank has any and the user has not turned it off."""
+        if os.environ.get("PACELINE_REPLICA_CHECK") == "0":
+            return None
+        modules = [
+            module
+            for part in self._parts.values()
+            if isinstance(part, ModulePart)
+            for module in part.modules
+        ]
+        try:
+            sets = replica_sets(modules)
+            if not sets:
+                return None
+            store = store_of_process_group(dist, f"replicas/{self._checkpointer.generation}")
+            return None if store is None else ReplicaCheck(sets, dist.get_rank(), store)
+        except Exception as error:  # training never fails for it
+            _log.warning("Replicas are not compared: %s", error)
+            return None
+
+    def _compare_replicas(self) -> None:
+        check = self._replicas
+        if check is None:
+            return
+        try:
+            check.step_ended(self.step)
+            while not check.mismatches.empty():
+                hooks.replicas_differ(msgspec.json.encode(check.mismatches.get()).decode())
+        except Exception as error:
+            _log.warning("Replicas are no longer compared: %s", error)
+            self._replicas = None
+
+    def _end_replicas(self) -> None:
+        check, self._replicas = self._replicas, None
+        if check is not None:
+            check.close()
 
     def _add_parts(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
@@ -270,6 +311,7 @@ class Checkpoints:
         self._steps_before = self._optimizer_steps
         self.step += 1
         self._position.step_ended()
+        self._compare_replicas()
         if self._copies is not None:
             self._copies.step_ended(self.step, self._capture_apart)
         agreement = self._agreement
@@ -329,6 +371,7 @@ class Checkpoints:
     def _leave(self) -> None:
         """End the threads; this generation ends without this process's end."""
         self._checkpointer.abandon()
+        self._end_replicas()
         if self._copies is not None:
             atexit.unregister(self._end_copies)
             self._copies.abandon()

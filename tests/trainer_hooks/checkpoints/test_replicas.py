@@ -1,0 +1,162 @@
+"""Replicas of one parameter are compared; the one that differs is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.checkpoints.replicas import Piece, ReplicaCheck, ReplicaSet, checksum
+from tests.ports import free_port
+
+RUN = Path(__file__).with_name("replicated_run.py")
+
+
+def run(directory: Path, world: int, odd: int) -> list[dict[str, Any]]:
+    """Train with `world` ranks, one of which flips a bit; return what rank 0 reports."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, RUN, *map(str, (rank, world, port, directory, odd, 40))],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [rank.communicate(timeout=170)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world
+    return [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
+
+
+def test_of_three_ranks_the_one_with_a_flipped_bit_is_named(tmp_path: Path) -> None:
+    [found] = run(tmp_path, 3, odd=1)
+    assert (found["odd"], found["ranks"]) == ([1], [0, 1, 2])
+    assert found["tensor"] == "0.module.weight"
+    assert 41 <= found["step"] <= 120
+    assert found["agreed_step"] is None or found["agreed_step"] <= 40
+
+
+@pytest.mark.campaign
+def test_of_two_ranks_one_differs_and_without_a_flip_none(tmp_path: Path) -> None:
+    [found] = run(tmp_path / "flip", 2, odd=1)
+    assert (found["odd"], found["ranks"]) == ([], [0, 1])
+    assert run(tmp_path / "healthy", 2, odd=-1) == []
+
+
+class SharedStore:
+    """A store in memory, with the methods that are used."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def pieces(parameter: torch.Tensor, size: int = 64) -> list[Piece]:
+    total = parameter.numel() * parameter.element_size()
+    return [
+        Piece("weight", parameter, begin, min(begin + size, total))
+        for begin in range(0, total, size)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
+    tensor = torch.arange(13).to(dtype)
+    piece = Piece("x", tensor, 0, tensor.numel() * tensor.element_size())
+    content, before = tensor.view(torch.uint8), int(checksum(piece, {}))
+    for place in range(len(content)):
+        for bit in range(8):
+            content[place] ^= 1 << bit
+            assert int(checksum(piece, {})) != before
+            content[place] ^= 1 << bit
+    assert int(checksum(piece, {})) == before
+
+
+def test_all_pieces_are_checked_in_time() -> None:
+    one = ReplicaSet((0, 1), pieces(torch.zeros(16 * 20)))
+    for every in (8, 64, 1024):
+        checked = {one.piece(every * number) for number in range(400)}
+        assert checked == set(range(20)), every
+
+
+def checks(models: list[nn.Linear], **options: Any) -> list[ReplicaCheck]:
+    store: Any = SharedStore()
+    ranks = tuple(range(len(models)))
+    sets = [[ReplicaSet(ranks, pieces(model.weight))] for model in models]
+    return [
+        ReplicaCheck(own, rank, store, least_every=1, **options) for rank, own in enumerate(sets)
+    ]
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> bool:
+    waited = threading.Event()
+    for _ in range(int(seconds / 0.05)):
+        if condition():
+            return True
+        waited.wait(0.05)
+    return False
+
+
+def same(count: int) -> list[nn.Linear]:
+    models = []
+    for _ in range(count):
+        torch.manual_seed(0)
+        models.append(nn.Linear(4, 4))
+    return models
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3, [2]), (2, [])])
+def test_the_majority_names_the_odd_rank_and_of_two_none(count: int, expected: list[int]) -> None:
+    models = same(count)
+    started = checks(models, overhead=1e9)
+    for step in range(1, 12):
+        for one in started:
+            one.step_ended(step)
+        if step == 2:
+            models[-1].weight.data.view(torch.int32)[0, 0] ^= 1
+    assert wait_until(lambda: not started[0].mismatches.empty())
+    assert started[0].mismatches.get().odd == expected
+    for one in started:
+        one.close()
+
+
+def test_ranks_that_never_had_the_same_content_are_no_replicas() -> None:
+    started = checks([nn.Linear(4, 4), nn.Linear(4, 4)], overhead=1e9)
+    for step in range(1, 9):
+        for one in started:
+            one.step_ended(step)
+    assert wait_until(lambda: started[0]._off == {0})
+    assert started[0].mismatches.empty()
+    for one in started:
+        one.close()
+
+
+def test_the_interval_follows_the_cost() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001  # each reading: a checksum takes 1 ms
+        return now
+
+    [check] = checks(same(1), clock=clock)
+    for step in range(1, 400):
+        now += 0.1
+        check.step_ended(step)
+    assert check.every == 16, "1 ms in 16 steps of 0.1 s is at most 0.1%"
+    check.close()

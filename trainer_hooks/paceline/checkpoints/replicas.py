@@ -1,0 +1,299 @@
+"""Comparison of replicas: the ranks that should have the same parameters still have them.
+
+A bit that flips in the memory of one rank changes its parameters without any error, and through the
+gradients all others. So each K steps every rank takes a checksum of one piece of its parameters,
+the same piece on all replicas, and a thread compares it with those of the others through the store
+of torch.distributed: no collective, no wait in the loop.
+
+Replicas are the ranks of a `DistributedDataParallel`, and for a DTensor the ranks of its mesh that
+differ only in dimensions in which it is replicated. Shards are compared with the same shard only.
+Buffers and other tensors may differ between ranks, and are not compared.
+
+K is the smallest power of two, from `LEAST_EVERY` on, with which the checksum takes at most
+`OVERHEAD` of the step time. Ranks may have different ones: a step counts for those that checked it.
+On a GPU the checksum is queued on the current stream and copied without a wait; the thread
+reads it once its event is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic, perf_counter
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.agreement import RankStore
+
+_log = logging.getLogger(__name__)
+
+OVERHEAD = 0.001
+LEAST_EVERY = 8
+MOST_EVERY = 1 << 20
+PIECE_BYTES = 1 << 20
+WAIT_SECONDS = 60.0  # for the checksums of the other replicas
+_SLOTS = 64  # steps that are kept in the store
+_POLL_SECONDS = 0.2
+_WARMUP_CHECKS = 2  # whose times are not measured: they allocate
+
+
+class Mismatch(msgspec.Struct, frozen=True):
+    """Replicas whose parameters differ, for the server."""
+
+    step: int  # completed steps
+    agreed_step: int | None  # when all had the same content of this piece; None: not checked before
+    tensor: str
+    ranks: list[int]  # compared
+    odd: list[int]  # that differ from the majority; empty without one
+
+
+class Piece(NamedTuple):
+    """A part of a parameter's local content."""
+
+    name: str
+    parameter: Tensor
+    begin: int  # in bytes
+    end: int
+
+
+class ReplicaSet(NamedTuple):
+    """Ranks with the same content, and that content of this rank in pieces."""
+
+    ranks: tuple[int, ...]
+    pieces: list[Piece]
+
+    def piece(self, step: int) -> int:
+        """Return the number of the piece to check after a step: the same on all ranks."""
+        # A multiplicative hash (Knuth) spreads the multiples of K over all pieces.
+        mixed = (step * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        return (mixed >> 20) % len(self.pieces)
+
+
+def replica_sets(modules: Sequence[nn.Module]) -> list[ReplicaSet]:
+    """Return the sets that this rank belongs to, in the same order on all of their ranks."""
+    found: dict[tuple[int, ...], list[Piece]] = {}
+    for number, module in enumerate(modules):
+        replicated = {
+            id(parameter): tuple(dist.get_process_group_ranks(each.process_group))
+            for each in module.modules()
+            if isinstance(each, DistributedDataParallel)
+            for parameter in each.parameters()
+        }
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor):
+                ranks = _ranks_of(parameter)
+            else:
+                ranks = replicated.get(id(parameter), ())
+            if len(ranks) > 1:
+                pieces = found.setdefault(tuple(sorted(ranks)), [])
+                pieces += _pieces(f"{number}.{name}", parameter)
+    return [ReplicaSet(ranks, pieces) for ranks, pieces in sorted(found.items()) if pieces]
+
+
+def _ranks_of(parameter: DTensor) -> tuple[int, ...]:
+    """Return the ranks with the same shard as this one."""
+    mesh = parameter.device_mesh
+    own = mesh.get_coordinate()
+    if own is None:
+        return ()
+    index = tuple(
+        slice(None) if placement.is_replicate() else coordinate
+        for placement, coordinate in zip(parameter.placements, own, strict=True)
+    )
+    return tuple(int(rank) for rank in mesh.mesh[index].flatten().tolist())
+
+
+def _pieces(name: str, parameter: Tensor) -> Iterator[Piece]:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    size = local.numel() * local.element_size()
+    for begin in range(0, size, PIECE_BYTES):
+        yield Piece(name, parameter, begin, min(begin + PIECE_BYTES, size))
+
+
+def checksum(piece: Piece, weights: dict[tuple[int, torch.device], Tensor]) -> Tensor:
+    """Return a checksum of the piece as a tensor of one element, on its device.
+
+    The sum of the 32-bit words, each multiplied by an odd number of its place, modulo 2^64. Any
+    change of one word changes it.
+    """
+    with torch.no_grad():
+        parameter = piece.parameter
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        content = local.detach().contiguous().flatten().view(torch.uint8)
+        content = content[piece.begin : piece.end]
+        if piece.end % 4 or piece.begin % 4 or content.storage_offset() % 4:
+            words = content.to(torch.int64)
+        else:
+            words = content.view(torch.int32).to(torch.int64)
+        key = words.numel(), words.device
+        if key not in weights:
+            weights[key] = 2 * torch.arange(words.numel(), device=words.device) + 1
+        return (words * weights[key]).sum()
+
+
+class _Taken(NamedTuple):
+    """A checksum of this rank, or the event after which it can be read."""
+
+    number: int  # of the set
+    step: int
+    piece: int
+    value: Tensor
+    event: Any | None
+
+
+class ReplicaCheck:
+    """Compares the replicas of this rank's parameters."""
+
+    def __init__(
+        self,
+        sets: Sequence[ReplicaSet],
+        rank: int,
+        store: RankStore,
+        *,
+        overhead: float = OVERHEAD,
+        least_every: int = LEAST_EVERY,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """Start the thread. `store`: with a connection of its own; `rank`: in the default group."""
+        self.every = least_every
+        self.mismatches: queue.SimpleQueue[Mismatch] = queue.SimpleQueue()
+        self._sets = list(sets)
+        self._rank = rank
+        self._store = store
+        self._overhead = overhead
+        self._least_every = least_every
+        self._clock = clock
+        self._weights: dict[tuple[int, torch.device], Tensor] = {}
+        self._queue: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
+        self._off: set[int] = set()  # sets with a mismatch, or that are no replicas
+        self._agreed: dict[tuple[int, int], int] = {}  # by set and piece: step
+        self._ended: float | None = None  # time of the last step's end
+        self._step_seconds = math.inf
+        self._checks = 0
+        self._cost_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="paceline-replicas", daemon=True)
+        self._thread.start()
+
+    # In the loop
+
+    def step_ended(self, step: int) -> None:
+        """Take the checksums if it is time. `step`: completed steps, the same on all ranks."""
+        if step % self.every == 0:
+            begun = self._clock()
+            for number, one in enumerate(self._sets):
+                if number not in self._off:
+                    self._queue.put(self._take(number, step, one))
+            self._measure(self._clock() - begun)
+        now = self._clock()
+        if self._ended is not None:
+            seconds = now - self._ended
+            before = self._step_seconds
+            self._step_seconds = seconds if math.isinf(before) else 0.9 * before + 0.1 * seconds
+        self._ended = now
+
+    def _take(self, number: int, step: int, one: ReplicaSet) -> _Taken:
+        piece = one.piece(step)
+        value = checksum(one.pieces[piece], self._weights)
+        event = None
+        if value.is_cuda:
+            target = torch.empty((), dtype=torch.int64, pin_memory=True)
+            value = target.copy_(value, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return _Taken(number, step, piece, value, event)
+
+    def _measure(self, seconds: float) -> None:
+        self._checks += 1
+        if self._checks <= _WARMUP_CHECKS:
+            return
+        before = self._cost_seconds
+        self._cost_seconds = seconds if not before else 0.8 * before + 0.2 * seconds
+        needed = self._cost_seconds / (self._overhead * self._step_seconds)
+        every = self._least_every
+        while every < needed and every < MOST_EVERY:
+            every *= 2
+        self.every = every
+
+    def close(self) -> None:
+        """End the thread; it does not wait for other ranks."""
+        self._queue.put(None)
+        self._thread.join(5.0)
+
+    # In the thread
+
+    def _run(self) -> None:
+        waiting: list[tuple[float, _Taken]] = []
+        try:
+            while True:
+                try:
+                    taken = self._queue.get(timeout=_POLL_SECONDS)
+                    if taken is None:
+                        return
+                    self._post(taken)
+                    if self._rank == self._sets[taken.number].ranks[0]:
+                        waiting.append((monotonic() + WAIT_SECONDS, taken))
+                except queue.Empty:
+                    pass
+                waiting = [each for each in waiting if not self._compare(*each)]
+        except Exception as error:  # the store is gone, or a device error that the script sees too
+            _log.warning("Replicas are no longer compared: %s", error)
+            self._off.update(range(len(self._sets)))
+
+    def _post(self, taken: _Taken) -> None:
+        event = taken.event
+        while event is not None and not event.query():
+            threading.Event().wait(0.01)
+        value = int(taken.value) & 0xFFFFFFFFFFFFFFFF
+        self._store.set(self._key(taken, self._rank), f"{taken.step}:{value:016x}")
+
+    def _key(self, taken: _Taken, rank: int) -> str:
+        ranks = self._sets[taken.number].ranks
+        slot = taken.step // self._least_every % _SLOTS
+        return f"{ranks[0]}-{len(ranks)}-{taken.number}/{slot}/{rank}"
+
+    def _compare(self, deadline: float, taken: _Taken) -> bool:
+        """Compare the checksums of a step. Return whether nothing more is expected."""
+        if taken.number in self._off:
+            return True
+        ranks = self._sets[taken.number].ranks
+        found = {}
+        for rank in ranks:
+            key = self._key(taken, rank)
+            if not self._store.check([key]):
+                continue
+            step, _, value = self._store.get(key).decode().partition(":")
+            if int(step) == taken.step:
+                found[rank] = value
+        if len(found) < len(ranks) and monotonic() < deadline:
+            return False
+        if len(found) > 1:
+            self._judge(taken, found)
+        return True
+
+    def _judge(self, taken: _Taken, found: dict[int, str]) -> None:
+        counts = Counter(found.values())
+        key = taken.number, taken.piece
+        if len(counts) == 1:
+            self._agreed[key] = taken.step
+            return
+        self._off.add(taken.number)
+        if not any(number == taken.number for number, _ in self._agreed):
+            _log.info("Ranks %s never had the same parameters: not compared.", sorted(found))
+            return
+        (value, count), *_ = counts.most_common(1)
+        has_majority = len(found) > 2 and 2 * count > len(found)
+        odd = [rank for rank, own in found.items() if own != value] if has_majority else []
+        one = self._sets[taken.number].pieces[taken.piece]
+        mismatch = Mismatch(taken.step, self._agreed.get(key), one.name, sorted(found), odd)
+        _log.error("Replicas differ: %s", mismatch)
+        self.mismatches.put(mismatch)
