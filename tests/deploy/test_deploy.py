@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from paceline.environment import identify, read_rank_environment
+from paceline_server.engine.types import Launch
+from paceline_server.launchers.registry import recognize
 from paceline_wire import node_directory
+from paceline_wire.topology import Coordinates, Topology
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sh"))
@@ -134,3 +138,63 @@ def test_the_agent_accepts_the_command_of_the_daemon_set() -> None:
     ).stdout
     for option in options:
         assert option.split("=")[0] in known, option
+
+
+def manifests(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
+
+
+def test_the_servers_roles_have_the_least_privilege() -> None:
+    """That they are enough is tested with them: tests/server/launchers/test_kubernetes.py."""
+    documents = manifests("server-rbac.yaml")
+    roles = {one["metadata"]["name"]: one["rules"] for one in documents if "rules" in one}
+    for rule in (rule for rules in roles.values() for rule in rules):
+        assert "*" not in rule["apiGroups"] + rule["resources"] + rule["verbs"]
+        assert "secrets" not in rule["resources"]
+        assert not set(rule["verbs"]) & {"update", "deletecollection", "impersonate", "escalate"}
+    assert [rule["resources"] for rule in roles["paceline-nodes"]] == [["nodes"]]
+    (account,) = (one for one in documents if one["kind"] == "ServiceAccount")
+    cluster_wide = [one for one in documents if one["kind"] == "ClusterRoleBinding"]
+    assert [one["roleRef"]["name"] for one in cluster_wide] == ["paceline-nodes"]
+    for binding in (one for one in documents if "subjects" in one):
+        assert binding["roleRef"]["name"] in roles
+        (subject,) = binding["subjects"]
+        assert (subject["name"], subject["namespace"]) == (
+            account["metadata"]["name"],
+            account["metadata"]["namespace"],
+        )
+
+
+def test_the_jobset_has_what_the_hooks_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    (jobset,) = manifests("jobset.yaml")
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    labels = {
+        "metadata.labels['jobset.sigs.k8s.io/jobset-name']": "train",
+        "metadata.labels['jobset.sigs.k8s.io/jobset-uid']": "u",
+        "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": "2",
+        "metadata.annotations['jobset.sigs.k8s.io/in-place-restart-attempt']": "",
+        "metadata.annotations['paceline/restarts']": "1",
+        "metadata.namespace": "training",
+        "spec.nodeName": "n0",
+    }
+    variables = {
+        one["name"]: one["value"]
+        if "value" in one
+        else labels[one["valueFrom"]["fieldRef"]["fieldPath"]]
+        for one in container["env"]
+    }
+    for name in ("SLURM_JOB_ID", "PACELINE_JOB", "PACELINE_GENERATION", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = read_rank_environment()
+    assert found is not None
+    assert (found.job, found.generation) == ("jobset-training.train", 300)
+    metadata = identify(found, Topology(), Coordinates(), {}).metadata
+    launch = recognize({"n0": metadata})
+    assert launch == Launch(
+        launcher="kubernetes", job="training/train", uid="u", restarts=3, nodes={"n0": "n0"}
+    )
+    mounts = {one["name"] for one in container["volumeMounts"]}
+    assert mounts == {one["name"] for one in pod["volumes"]}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,15 @@ SRUN = {
     "SLURM_NTASKS": "4",
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_LOCALID": "1",
+}
+POD = {
+    "JOBSET_NAME": "bert",
+    "POD_NAMESPACE": "team-a",
+    "NODE_NAME": "n3",
+    "JOBSET_UID": "5f",
+    "JOBSET_RESTART_ATTEMPT": "1",
+    "JOBSET_IN_PLACE_RESTART_ATTEMPT": "",
+    "PACELINE_KUBERNETES_RESTARTS": "2",
 }
 SBATCH = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NUM_TASKS"}
 MPIRUN = {
@@ -79,6 +91,8 @@ def test_rank_and_sizes_come_from_the_launcher(
         (SRUN | {"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, "slurm-77", 201),
         (SRUN | {"SLURM_RESTART_COUNT": "2", "PACELINE_GENERATION": "200"}, "slurm-77", 200),
         (SRUN | {"PACELINE_JOB": "gpt", "PACELINE_GENERATION": "7"}, "gpt", 7),
+        (POD | TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "jobset-team-a.bert", 301),
+        (POD | {"JOBSET_NAME": 63 * "x"}, f"jobset-team-a.{41 * 'x'}-e3d93c94", 300),
         ({"PACELINE_JOB": "_a/b c"}, "a_b_c", 0),
         (MPIRUN, "local", 0),
         (MPIRUN | {"PMIX_NAMESPACE": "prterun-node-1-77@1"}, "mpirun-prterun-node-1-77@1", 0),
@@ -174,6 +188,54 @@ def test_coordinates_in_another_order_are_reported_as_given(
     paceline.init(dp_rank=1, pp_rank=0, topology=Topology(dp=2, pp=2))
     identity = RingReader(ring_directory / "local.g0.r2.ring").identity
     assert (identity.coordinates.dp_rank, identity.coordinates.pp_rank) == (1, 0)
+
+
+def test_a_rank_in_a_pod_of_a_jobset_names_it_its_node_and_the_restarts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in POD.items():
+        monkeypatch.setenv(name, value)
+    found = identify(rank_environment(), Topology(), Coordinates(), {}).metadata
+    assert {name: value for name, value in found.items() if name.startswith("kubernetes_")} == {
+        "kubernetes_job": "team-a/bert",
+        "kubernetes_node": "n3",
+        "kubernetes_restarts": "3",
+        "kubernetes_uid": "5f",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [(["--nnodes=2:4"], "2"), (["--nnodes", "3"], "3"), ([], None), (["--nnodes=x"], None)],
+)
+def test_a_rank_of_torchrun_reports_what_torchrun_may_do(
+    tmp_path: Path, options: list[str], least: str | None
+) -> None:
+    """The parent's command line is what torchrun itself was started with."""
+    code = (
+        "from paceline.environment import identify, read_rank_environment\n"
+        "from paceline_wire.topology import Coordinates, Topology\n"
+        "found = read_rank_environment()\n"
+        "print(sorted(identify(found, Topology(), Coordinates(), {}).metadata.items()))\n"
+    )
+    parent = tmp_path / "torchrun"
+    parent.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}])\n")
+    variables = {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    variables |= {"TORCHELASTIC_RESTART_COUNT": "1", "PACELINE_RING_DIRECTORY": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(parent), *options],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    metadata = dict(ast.literal_eval(done.stdout))
+    assert {name: value for name, value in metadata.items() if name.startswith("torchrun_")} == {
+        "torchrun_run": "torchrun-abc",
+        "torchrun_restarts": "1",
+        "torchrun_max_restarts": "3",
+        **({"torchrun_least_nodes": least} if least else {}),
+    }
 
 
 def test_a_rank_of_a_slurm_job_names_the_job_its_node_and_the_requeues(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +26,7 @@ PROCESS = Path(__file__).with_name("launch_process.py")
 
 
 class CommittedRequests:
-    """The database and the process, which is started again after its death."""
+    """The database and the process that does the work; after its death another one begins."""
 
     def __init__(
         self,
@@ -36,7 +39,8 @@ class CommittedRequests:
         self.database = Database(self.url, synchronous="normal")
         self.database.migrate()
         self.job_id = job_id
-        self.process: subprocess.Popen[str] | None = None
+        self._pid = directory / "pid"
+        self._parent: subprocess.Popen[bytes] | None = None
         self._environment = dict(environment)
         self._lease_seconds = lease_seconds
         with self.database.write() as session:
@@ -98,22 +102,19 @@ class CommittedRequests:
             return session.scalars(query).one()
 
     def ensure_process(self) -> None:
-        """Start the process if it is dead."""
-        if self.process is not None and self.process.poll() is None:
-            return
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROCESS), self.url, str(self._lease_seconds)],
-            env=self._environment,
-            stdout=subprocess.DEVNULL,
-        )
+        """Start the process, if that was not done yet."""
+        if self._parent is None:
+            command = [sys.executable, str(PROCESS), self.url, str(self._lease_seconds)]
+            self._parent = subprocess.Popen([*command, str(self._pid)], env=self._environment)
 
     def kill(self) -> None:
-        """Kill the process, which is not reaped yet."""
-        if self.process is not None:
-            self.process.kill()
+        """Kill the process."""
+        os.kill(int(self._pid.read_text()), signal.SIGKILL)
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+        if self._parent is not None:
+            self._parent.kill()
+            self._parent.wait()
+            with contextlib.suppress(OSError, ValueError):
+                self.kill()
         self.database.close()
