@@ -61,15 +61,20 @@ class CommittedRequests:
                 )
             )
 
-    def request(self, action_id: str, launch: Launch, exclude: list[str]) -> None:
-        """Commit an action and its request, as a tick does."""
+    def request(
+        self, action_id: str, launch: Launch, exclude: list[str], generation: int = 0
+    ) -> None:
+        """Commit an action and its request, as a tick does.
+
+        `generation`: of the job at the time of the decision.
+        """
         now_ns = time.time_ns()
         action = ActionView(
             action_id=action_id,
             kind="restart",
             state="running",
             reason="Rank 1 crashed.",
-            generation=launch.restarts,
+            generation=generation,
             created_ns=now_ns,
         )
         with self.database.write() as session:
@@ -79,7 +84,7 @@ class CommittedRequests:
                     job_id=self.job_id,
                     kind="restart",
                     state="running",
-                    restart_of=launch.restarts,
+                    restart_of=launch.restarts,  # one per run
                     created_ns=now_ns,
                     version=1,
                     noticed=True,

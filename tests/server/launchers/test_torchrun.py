@@ -52,7 +52,7 @@ def world(requests: CommittedRequests) -> TorchrunWorld:
 
 
 def request_of(world: TorchrunWorld, *exclude: str, action: str = "act-1") -> LaunchRequest:
-    world.requests.request(action, world.launch(), list(exclude))
+    world.requests.request(action, world.launch(), list(exclude), world.generation)
     return LaunchRequest(
         action_id=action,
         kind="restart",
@@ -195,7 +195,7 @@ def carry_out(
     """Have one request carried out while the process is killed; return the number of kills."""
     requests, action_id = world.requests, f"act-{number:08}"
     generation, pending, kills = world.generation, list(moments), 0
-    requests.request(action_id, world.launch(), [])
+    requests.request(action_id, world.launch(), [], generation)
     armed = False
 
     def advance() -> bool:
