@@ -282,7 +282,7 @@ class KubernetesLauncher:
         if target.metadata.annotations.get(_ACTION) == request.action_id:
             return self._observe_marked(request, job, target)
         if job.revision is not None and target.metadata.uid != job.revision.uid:
-            detail = f"Somebody else has created {target.title} again."
+            detail = f"Another client has created {target.title} again."
             return _seen("refused", detail, job)
         if target.metadata.deletion_timestamp is not None:
             state: ObservedState = "over" if job.revision is None else "begun"
@@ -334,7 +334,7 @@ class KubernetesLauncher:
         if target.metadata.deletion_timestamp is not None:
             return _seen("over", f"{target.title} was deleted after its restart.", job)
         if target.spec.suspend and marks.get(_RESUMED) == request.action_id:
-            detail = f"Somebody has suspended {target.title} after its restart."
+            detail = f"Another client has suspended {target.title} after its restart."
             return _seen("refused", detail, job)
         if target.spec.suspend:
             left = len(_ending(request, job))

@@ -84,7 +84,7 @@ class CommittedRequests:
                     job_id=self.job_id,
                     kind="restart",
                     state="running",
-                    restart_of=launch.restarts,  # one per run
+                    restart_of=None,
                     created_ns=now_ns,
                     version=1,
                     noticed=True,

@@ -298,7 +298,7 @@ def test_jobs_that_others_own_suspend_or_replaced_are_refused(
     assert cluster.writes == []
 
 
-def test_a_job_that_somebody_suspends_or_deletes_meanwhile_is_left_alone(
+def test_a_job_that_another_client_suspends_or_deletes_meanwhile_is_left_alone(
     cluster: KubernetesCluster, launcher: KubernetesLauncher, wait_for: Wait
 ) -> None:
     launch = run(cluster, wait_for, jobset_of())
@@ -306,12 +306,12 @@ def test_a_job_that_somebody_suspends_or_deletes_meanwhile_is_left_alone(
     assert carry_out(launcher, request, wait_for).state == "done"
     cluster.change("jobsets", "train", lambda obj: obj["spec"].update(suspend=True))
     seen = launcher.observe(request)
-    assert (seen.state, "Somebody has suspended" in seen.detail) == ("refused", True)
+    assert (seen.state, "Another client has suspended" in seen.detail) == ("refused", True)
     cluster.change("jobsets", "train", lambda obj: obj["metadata"].update(deletionTimestamp="now"))
     assert launcher.observe(request).state == "over"
 
 
-def test_a_job_that_somebody_creates_again_after_the_deletion_is_not_touched(
+def test_a_job_that_another_client_creates_again_after_the_deletion_is_not_touched(
     cluster: KubernetesCluster, launcher: KubernetesLauncher, wait_for: Wait
 ) -> None:
     launch = run(cluster, wait_for, jobset_of())
@@ -323,7 +323,7 @@ def test_a_job_that_somebody_creates_again_after_the_deletion_is_not_touched(
     wait_for(lambda: cluster.get("jobsets", "train") is None, "the deletion")
     run(cluster, wait_for, jobset_of())
     seen = carry_out(launcher, request, wait_for)
-    assert (seen.state, "Somebody else has created" in seen.detail) == ("refused", True)
+    assert (seen.state, "Another client has created" in seen.detail) == ("refused", True)
     assert len(cluster.started) == 4
 
 

@@ -100,7 +100,7 @@ def train(
         job = Torchruns(agents, tmp_path, list(nodes), nnodes, restarts)
         started.append(job)
         shown = JobPage(server, job.name)
-        wait_for(lambda: shown.trains(0), "training", seconds=240.0)
+        wait_for(lambda: shown.trains(0), "training", seconds=400.0)
         return job, shown
 
     yield start
@@ -141,7 +141,7 @@ def test_a_hung_rank_is_repaired_once_and_the_job_continues_from_its_checkpoint(
     job, shown = train(server, "n0")
     wait_for(lambda: int((job.directory / "step").read_text()) > 10, "steps")
     os.kill(job.pid(1), signal.SIGSTOP)
-    wait_for(lambda: shown.trains(1), "the next generation", seconds=240.0)
+    wait_for(lambda: shown.trains(1), "the next generation", seconds=400.0)
     wait_for(lambda: shown.actions()[0]["state"] == "done", "the end of the action")
     (action,) = shown.actions()
     assert "SIGSTOP" in action["reason"]
@@ -160,7 +160,7 @@ def test_a_crash_that_torchrun_repairs_itself_is_not_repaired_twice(
     server = run_server(launcher_mode="auto")
     job, shown = train(server, "n0")
     os.kill(job.pid(1), signal.SIGKILL)
-    wait_for(lambda: shown.trains(1), "the next generation", seconds=240.0)
+    wait_for(lambda: shown.trains(1), "the next generation", seconds=400.0)
     wait_for(lambda: int((job.directory / "step").read_text()) > 20, "steps")
     assert shown.job()["generation"] == 1
     assert sorted(start[0] for start in job.starts()) == ["0", "0", "1", "1"]
@@ -174,13 +174,13 @@ def test_when_max_restarts_are_used_up_that_is_the_reason_and_nothing_is_done(
     server = run_server(launcher_mode="auto")
     job, shown = train(server, "n0", restarts=1)
     os.kill(job.pid(1), signal.SIGSTOP)
-    wait_for(lambda: shown.trains(1), "the next generation", seconds=240.0)
+    wait_for(lambda: shown.trains(1), "the next generation", seconds=400.0)
     pid = job.pid(1)
     os.kill(pid, signal.SIGSTOP)
     wait_for(
         lambda: any("is used up on n0" in (one["error"] or "") for one in shown.actions()),
         "the reason",
-        seconds=240.0,
+        seconds=400.0,
     )
     assert len(job.starts()) == 4
     os.kill(pid, signal.SIGCONT)  # it still exists
@@ -195,7 +195,7 @@ def test_two_nodes_restart_together_once(
     server = run_server(launcher_mode="auto")
     job, shown = train(server, "n0", "n1", nnodes="2")
     os.kill(job.pid(3), signal.SIGSTOP)
-    wait_for(lambda: shown.trains(1), "the next generation", seconds=240.0)
+    wait_for(lambda: shown.trains(1), "the next generation", seconds=400.0)
     wait_for(lambda: shown.actions()[0]["state"] == "done", "the end of the action")
     assert len(shown.actions()) == 1
     assert len(job.starts()) == 8, "each rank was started once more"
