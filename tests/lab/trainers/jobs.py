@@ -97,10 +97,15 @@ class TrainingCluster:
     # Jobs
 
     def _command(
-        self, trainer: str, fault: str, script: Path, options: tuple[str, ...] = ARGUMENTS
+        self,
+        trainer: str,
+        fault: str,
+        script: Path,
+        options: tuple[str, ...] = ARGUMENTS,
+        onset: int = ONSET,
     ) -> list[str]:
         """Return script and arguments; what the fault does is written to the file of orders."""
-        order = {"fault": fault, "rank": FAULTY_RANK, "after_step": ONSET, "seconds": FAULT_SECONDS}
+        order = {"fault": fault, "rank": FAULTY_RANK, "after_step": onset, "seconds": FAULT_SECONDS}
         self.orders.write_text(json.dumps([order]))
         command = [str(script), "--trainer", trainer, *options]
         if fault == "healthy":
@@ -117,11 +122,12 @@ class TrainingCluster:
         fault: str,
         script: Path = UNCHANGED,
         options: tuple[str, ...] = ARGUMENTS,
+        onset: int = ONSET,
     ) -> str:
         """Start a job through the server; return its id."""
         job = {
             "name": f"{trainer}-{fault}",
-            "argv": [sys.executable, *self._command(trainer, fault, script, options)],
+            "argv": [sys.executable, *self._command(trainer, fault, script, options, onset)],
             "topology": SIZES.get(trainer, {"dp": 4, "pp": 1, "tp": 1}),
             "mode": "observe",
             "environment": {"ORDERS": str(self.orders)},
