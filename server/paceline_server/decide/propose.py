@@ -353,8 +353,9 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
     action = _with_figures(draft, _record(draft, incident, remedy, "proposed", reason), progress)
     if draft.maintenance is not None and is_free:
         remark = f"{progress.remark} {_in_maintenance(draft.maintenance)}".strip()
-        planned = remedy.planned
-        progress = replace(progress, held=planned, after_window=not planned, remark=remark)
+        progress = replace(
+            progress, held=remedy.planned, after_window=not remedy.planned, remark=remark
+        )
         action = _with_figures(draft, action, progress)
     acts = draft.policy.mode == "auto" and is_free
     asks = draft.view.launch is not None and (remedy.planned or not acts)

@@ -8,8 +8,6 @@ so that a crash right after the return does not undo it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import Draft
@@ -71,7 +69,7 @@ def remember(draft: Draft, action_id: str, progress: ActionProgress) -> Experien
     return replace(shown, rolled_back=[*shown.rolled_back, new][-_KEPT:])
 
 
-def roll_back_environment(shown: Experience) -> Mapping[str, str]:
+def roll_back_environment(shown: Experience) -> dict[str, str]:
     """Return the variables that make the script go back; none if it never had to."""
     if not shown.rolled_back:
         return {}

@@ -31,8 +31,11 @@ class Run:
 
     def __init__(self, seed: int = 1, **policy: Any) -> None:
         generation = Generation("job", 1, Topology(RANKS, 1, 1), {}, {}, 0)
-        given = Policy(**policy)
-        self.detectors = [LossDetector(generation, given), NonFiniteLossDetector(generation, given)]
+        policy_ = Policy(**policy)
+        self.detectors = [
+            LossDetector(generation, policy_),
+            NonFiniteLossDetector(generation, policy_),
+        ]
         self.chance = random.Random(seed)
         self.number = -1
 
@@ -40,18 +43,18 @@ class Run:
         """Return a loss that falls like that of a language model, with the noise of a batch."""
         return 2.0 + 8.0 / (1.0 + self.number / 20.0) + self.chance.gauss(0.0, 0.05)
 
-    def step(self, **odd: float) -> list[Finding]:
-        """Report one step; `odd`: losses of ranks such as `rank2`, or of `all` ranks."""
+    def step(self, **given: float) -> list[Finding]:
+        """Report one step; `given`: losses of ranks such as `rank2`, or of `all` ranks."""
         self.number += 1
         losses = {
-            rank: (self.number, odd.get(f"rank{rank}", odd.get("all", self.usual())))
+            rank: (self.number, given.get(f"rank{rank}", given.get("all", self.usual())))
             for rank in range(RANKS)
         }
         observation = cast(Any, Losses(losses))
         return [found for one in self.detectors for found in one.update(observation)]
 
-    def steps(self, count: int, **odd: float) -> list[Finding]:
-        return [found for _ in range(count) for found in self.step(**odd)]
+    def steps(self, count: int, **given: float) -> list[Finding]:
+        return [found for _ in range(count) for found in self.step(**given)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -83,7 +86,7 @@ def test_a_spike_that_does_not_return_is_a_divergence_once() -> None:
     assert "9 at step 300" in found[1].evidence[1].text
 
 
-def test_one_rank_with_an_odd_batch_is_no_spike_of_the_job() -> None:
+def test_one_rank_with_another_batch_is_no_spike_of_the_job() -> None:
     run = Run()
     run.steps(300)
     assert run.step(rank2=50.0) == []

@@ -27,7 +27,13 @@ def reported(text: str | None) -> list[Finding]:
 
 
 def mismatch(**changes: Any) -> str:
-    values = {"step": 64, "agreed_step": 56, "tensor": "0.weight", "ranks": [0, 1, 2], "odd": [1]}
+    values = {
+        "step": 64,
+        "agreed_step": 56,
+        "tensor": "0.weight",
+        "ranks": [0, 1, 2],
+        "outliers": [1],
+    }
     return json.dumps(values | changes)
 
 
@@ -42,17 +48,19 @@ def test_the_replica_that_differs_and_its_node_are_named() -> None:
 
 
 def test_of_two_replicas_none_is_named() -> None:
-    [found] = reported(mismatch(ranks=[0, 2], odd=[], agreed_step=None))
+    [found] = reported(mismatch(ranks=[0, 2], outliers=[], agreed_step=None))
     assert (found.rank, found.suspects_node, found.ranks) == (None, False, [0, 2])
     assert "One of ranks 0 and 2 has wrong parameters" in found.summary
     assert found.onset_step is None
 
 
-def test_several_odd_replicas_blame_no_node() -> None:
-    [found] = reported(mismatch(ranks=[0, 1, 2, 3, 4], odd=[1, 4]))
+def test_several_outliers_blame_no_node() -> None:
+    [found] = reported(mismatch(ranks=[0, 1, 2, 3, 4], outliers=[1, 4]))
     assert (found.rank, found.suspects_node, found.ranks) == (None, False, [1, 4])
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{}", mismatch(odd="x"), mismatch(step=None)])
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", "{}", mismatch(outliers="x"), mismatch(step=None)]
+)
 def test_nothing_and_malformed_reports_are_no_finding(text: str | None) -> None:
     assert reported(text) == []

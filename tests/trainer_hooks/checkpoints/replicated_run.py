@@ -1,6 +1,6 @@
-"""One rank of a DDP training on gloo; rank `ODD` flips one bit of a parameter after step `STEP`.
+"""One rank of a DDP training on gloo; rank `OUTLIER` flips one bit of a parameter after `STEP`.
 
-python replicated_run.py RANK WORLD PORT DIRECTORY ODD STEP: rank 0 prints what is
+python replicated_run.py RANK WORLD PORT DIRECTORY OUTLIER STEP: rank 0 prints what is
 reported.
 """
 
@@ -20,7 +20,7 @@ from paceline import hooks
 STEPS = 120
 
 
-def main(rank: int, world: int, port: int, directory: str, odd: int, step: int) -> None:
+def main(rank: int, world: int, port: int, directory: str, outlier: int, step: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -37,11 +37,11 @@ def main(rank: int, world: int, port: int, directory: str, odd: int, step: int) 
         optimizer.step()
         optimizer.zero_grad()
         check.every = 8  # these steps are too short for a budget of 0.1%
-        if rank == odd and number == step:
+        if rank == outlier and number == step:
             model.module.weight.data.view(torch.int32)[3, 5] ^= 1 << 7
         time.sleep(0.005)
     if rank == 0:
-        deadline = time.monotonic() + (30.0 if odd >= 0 else 2.0)
+        deadline = time.monotonic() + (30.0 if outlier >= 0 else 2.0)
         while not reported and time.monotonic() < deadline:
             time.sleep(0.05)
             state._compare_replicas()

@@ -19,12 +19,12 @@ from tests.ports import free_port
 RUN = Path(__file__).with_name("replicated_run.py")
 
 
-def run(directory: Path, world: int, odd: int) -> list[dict[str, Any]]:
+def run(directory: Path, world: int, outlier: int) -> list[dict[str, Any]]:
     """Train with `world` ranks, one of which flips a bit; return what rank 0 reports."""
     port = free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, RUN, *map(str, (rank, world, port, directory, odd, 40))],
+            [sys.executable, RUN, *map(str, (rank, world, port, directory, outlier, 40))],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -36,8 +36,8 @@ def run(directory: Path, world: int, odd: int) -> list[dict[str, Any]]:
 
 
 def test_of_three_ranks_the_one_with_a_flipped_bit_is_named(tmp_path: Path) -> None:
-    [found] = run(tmp_path, 3, odd=1)
-    assert (found["odd"], found["ranks"]) == ([1], [0, 1, 2])
+    [found] = run(tmp_path, 3, outlier=1)
+    assert (found["outliers"], found["ranks"]) == ([1], [0, 1, 2])
     assert found["tensor"] == "0.module.weight"
     assert 41 <= found["step"] <= 120
     assert found["agreed_step"] is None or found["agreed_step"] <= 40
@@ -45,9 +45,9 @@ def test_of_three_ranks_the_one_with_a_flipped_bit_is_named(tmp_path: Path) -> N
 
 @pytest.mark.campaign
 def test_of_two_ranks_one_differs_and_without_a_flip_none(tmp_path: Path) -> None:
-    [found] = run(tmp_path / "flip", 2, odd=1)
-    assert (found["odd"], found["ranks"]) == ([], [0, 1])
-    assert run(tmp_path / "healthy", 2, odd=-1) == []
+    [found] = run(tmp_path / "flip", 2, outlier=1)
+    assert (found["outliers"], found["ranks"]) == ([], [0, 1])
+    assert run(tmp_path / "healthy", 2, outlier=-1) == []
 
 
 class SharedStore:
@@ -121,7 +121,7 @@ def same(count: int) -> list[nn.Linear]:
 
 
 @pytest.mark.parametrize(("count", "expected"), [(3, [2]), (2, [])])
-def test_the_majority_names_the_odd_rank_and_of_two_none(count: int, expected: list[int]) -> None:
+def test_the_majority_names_the_outlier_and_of_two_none(count: int, expected: list[int]) -> None:
     models = same(count)
     started = checks(models, overhead=1e9)
     for step in range(1, 12):
@@ -130,7 +130,7 @@ def test_the_majority_names_the_odd_rank_and_of_two_none(count: int, expected: l
         if step == 2:
             models[-1].weight.data.view(torch.int32)[0, 0] ^= 1
     assert wait_until(lambda: not started[0].mismatches.empty())
-    assert started[0].mismatches.get().odd == expected
+    assert started[0].mismatches.get().outliers == expected
     for one in started:
         one.close()
 

@@ -297,10 +297,10 @@ class Checkpoints:
         if skip is None or batches is None or self.step != skip.first:
             return
         self._skip = None
-        count = skip.count * self._position.batches_per_step
+        count = skip.steps * self._position.batches_per_step
         batches.skip(count)
         if self._checkpointer.peers.rank == 0:
-            _log.warning("The data of %d steps (%d batches) is left out.", skip.count, count)
+            _log.warning("The data of %d steps (%d batches) is left out.", skip.steps, count)
 
     def _boundary(self) -> bool:
         if self.stopped or not self._taken:

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 OVERHEAD = 0.001
 LEAST_EVERY = 8
 MOST_EVERY = 1 << 20
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18
 WAIT_SECONDS = 60.0  # for the checksums of the other replicas
 _SLOTS = 64  # steps that are kept in the store
 _POLL_SECONDS = 0.2
@@ -54,7 +54,7 @@ class Mismatch(msgspec.Struct, frozen=True):
     agreed_step: int | None  # when all had the same content of this piece; None: not checked before
     tensor: str
     ranks: list[int]  # compared
-    odd: list[int]  # that differ from the majority; empty without one
+    outliers: list[int]  # that differ from the majority; empty without one
 
 
 class Piece(NamedTuple):
@@ -123,7 +123,7 @@ def _pieces(name: str, parameter: Tensor) -> Iterator[Piece]:
 def checksum(piece: Piece, weights: dict[tuple[int, torch.device], Tensor]) -> Tensor:
     """Return a checksum of the piece as a tensor of one element, on its device.
 
-    The sum of the 32-bit words, each multiplied by an odd number of its place, modulo 2^64. Any
+    The sum of the 32-bit words, each multiplied by 2 x its place + 1, modulo 2^64. Any
     change of one word changes it.
     """
     with torch.no_grad():
@@ -208,7 +208,7 @@ class ReplicaCheck:
         if value.is_cuda:
             target = torch.empty((), dtype=torch.int64, pin_memory=True)
             value = target.copy_(value, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         return _Taken(number, step, piece, value, event)
 
@@ -292,8 +292,8 @@ class ReplicaCheck:
             return
         (value, count), *_ = counts.most_common(1)
         has_majority = len(found) > 2 and 2 * count > len(found)
-        odd = [rank for rank, own in found.items() if own != value] if has_majority else []
+        outliers = [rank for rank, own in found.items() if own != value] if has_majority else []
         one = self._sets[taken.number].pieces[taken.piece]
-        mismatch = Mismatch(taken.step, self._agreed.get(key), one.name, sorted(found), odd)
+        mismatch = Mismatch(taken.step, self._agreed.get(key), one.name, sorted(found), outliers)
         _log.error("Replicas differ: %s", mismatch)
         self.mismatches.put(mismatch)

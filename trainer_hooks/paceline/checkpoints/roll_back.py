@@ -44,7 +44,7 @@ class Skip(NamedTuple):
     last: int  # exclusive
 
     @property
-    def count(self) -> int:
+    def steps(self) -> int:
         return self.last - self.first
 
 
@@ -58,7 +58,7 @@ def skip_of(environment: Mapping[str, str]) -> Skip | None:
     """Return the data to leave out; None without a request, or if it is malformed."""
     found = _SKIP.fullmatch(environment.get(SKIP_STEPS, ""))
     skip = None if found is None else Skip(int(found[1]), int(found[2]))
-    return skip if skip is not None and skip.count > 0 else None
+    return skip if skip is not None and skip.steps > 0 else None
 
 
 def go_back(directory: Path, request: RollBack) -> bool:

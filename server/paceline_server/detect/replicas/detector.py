@@ -28,7 +28,7 @@ class ReportedMismatch(msgspec.Struct, frozen=True):
     agreed_step: int | None
     tensor: str
     ranks: list[int]
-    odd: list[int]
+    outliers: list[int]
 
 
 class ReplicaDetector(Detector):
@@ -53,14 +53,13 @@ class ReplicaDetector(Detector):
         return [self._finding(found, observation.now_ns)]
 
     def _finding(self, found: ReportedMismatch, now_ns: int) -> Finding:
-        rank = found.odd[0] if len(found.odd) == 1 else None
+        rank = found.outliers[0] if len(found.outliers) == 1 else None
         compared = ", ".join(map(str, found.ranks))
         if rank is not None:
             who = f"{self.generation.subject(rank)} has other parameters than its replicas"
-        elif found.odd:
-            who = (
-                f"Ranks {', '.join(map(str, found.odd))} have other parameters than their replicas"
-            )
+        elif found.outliers:
+            names = ", ".join(map(str, found.outliers))
+            who = f"Ranks {names} have other parameters than their replicas"
         elif len(found.ranks) == 2:
             who = f"One of ranks {' and '.join(map(str, found.ranks))} has wrong parameters"
         else:
@@ -76,7 +75,7 @@ class ReplicaDetector(Detector):
             summary=f"{who}: {found.tensor} differs after step {found.step}; {since}.",
             now_ns=now_ns,
             rank=rank,
-            ranks=[] if rank is not None else found.odd or found.ranks,
+            ranks=[] if rank is not None else found.outliers or found.ranks,
             onset_step=None if found.agreed_step is None else found.agreed_step + 1,
             step=found.step,
             suspects_node=rank is not None,
