@@ -21,6 +21,7 @@ STEP_SECONDS = 0.02
 WARMUP_CHECKS = 4  # until the interval is known
 CHECKS = 8  # that are measured, with the steps up to each
 MOST_SECONDS = 120.0
+MODEL_BYTES = 64 << 20
 GOAL = 0.001
 
 

@@ -1468,6 +1468,11 @@ export interface components {
          *         "hang_checkpoint_seconds": 60,
          *         "hang_evaluation_seconds": 20,
          *         "hang_patience_seconds": 10,
+         *         "loss_divergence_steps": 50,
+         *         "loss_rollback": "propose",
+         *         "loss_skip_steps": 0,
+         *         "loss_spike_deviations": 10,
+         *         "loss_tries": 2,
          *         "maintenance_windows": [],
          *         "mode": "approve",
          *         "node_lease_seconds": 5,
@@ -1613,12 +1618,38 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
+                 * @description A spike that has not returned after so many steps is a divergence.
+                 * @default 50
+                 */
+                loss_divergence_steps: number;
+                /**
+                 * @description What follows a divergence: off: it is reported; propose: going back to a checkpoint before it is proposed to a person; auto: done in mode auto. A NaN or infinite loss is repaired as the mode says, because all later steps are useless.
+                 * @default propose
+                 * @enum {unknown}
+                 */
+                loss_rollback: "auto" | "off" | "propose";
+                /**
+                 * @description After going back, the data of so many steps is left out, from the last step with a usual loss. 0: none.
+                 * @default 0
+                 */
+                loss_skip_steps: number;
+                /**
+                 * @description A loss that is more robust deviations (1.4826 MAD) above the median of the job's last ones is a spike. It is shown, and causes no alert.
+                 * @default 10
+                 */
+                loss_spike_deviations: number;
+                /**
+                 * @description So often the job goes back for one place in the training; after that, a divergence is only reported, and a NaN ends the job in mode auto.
+                 * @default 2
+                 */
+                loss_tries: number;
+                /**
                  * @description While people work on the cluster, such as `Sat 22:00-06:00 Europe/Berlin`: nothing is restarted without the approval of a person, because a node that ends then is no failure. What was proposed is carried out after it.
                  * @default []
                  */
                 maintenance_windows: string[];
                 /**
-                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it, or has set `loss_rollback` to auto.
                  * @default default
                  * @enum {unknown}
                  */
@@ -1825,12 +1856,38 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
+                 * @description A spike that has not returned after so many steps is a divergence.
+                 * @default 50
+                 */
+                loss_divergence_steps: number;
+                /**
+                 * @description What follows a divergence: off: it is reported; propose: going back to a checkpoint before it is proposed to a person; auto: done in mode auto. A NaN or infinite loss is repaired as the mode says, because all later steps are useless.
+                 * @default propose
+                 * @enum {unknown}
+                 */
+                loss_rollback: "auto" | "off" | "propose";
+                /**
+                 * @description After going back, the data of so many steps is left out, from the last step with a usual loss. 0: none.
+                 * @default 0
+                 */
+                loss_skip_steps: number;
+                /**
+                 * @description A loss that is more robust deviations (1.4826 MAD) above the median of the job's last ones is a spike. It is shown, and causes no alert.
+                 * @default 10
+                 */
+                loss_spike_deviations: number;
+                /**
+                 * @description So often the job goes back for one place in the training; after that, a divergence is only reported, and a NaN ends the job in mode auto.
+                 * @default 2
+                 */
+                loss_tries: number;
+                /**
                  * @description While people work on the cluster, such as `Sat 22:00-06:00 Europe/Berlin`: nothing is restarted without the approval of a person, because a node that ends then is no failure. What was proposed is carried out after it.
                  * @default []
                  */
                 maintenance_windows: string[];
                 /**
-                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it, or has set `loss_rollback` to auto.
                  * @default default
                  * @enum {unknown}
                  */
@@ -2016,6 +2073,11 @@ export interface components {
          *             "hang_checkpoint_seconds": 60,
          *             "hang_evaluation_seconds": 20,
          *             "hang_patience_seconds": 10,
+         *             "loss_divergence_steps": 50,
+         *             "loss_rollback": "propose",
+         *             "loss_skip_steps": 0,
+         *             "loss_spike_deviations": 10,
+         *             "loss_tries": 2,
          *             "maintenance_windows": [],
          *             "mode": "approve",
          *             "node_lease_seconds": 5,
@@ -2398,6 +2460,11 @@ export interface components {
          *             "hang_checkpoint_seconds": 60,
          *             "hang_evaluation_seconds": 20,
          *             "hang_patience_seconds": 10,
+         *             "loss_divergence_steps": 50,
+         *             "loss_rollback": "propose",
+         *             "loss_skip_steps": 0,
+         *             "loss_spike_deviations": 10,
+         *             "loss_tries": 2,
          *             "maintenance_windows": [],
          *             "mode": "approve",
          *             "node_lease_seconds": 5,
@@ -2497,12 +2564,38 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
+                 * @description A spike that has not returned after so many steps is a divergence.
+                 * @default 50
+                 */
+                loss_divergence_steps: number;
+                /**
+                 * @description What follows a divergence: off: it is reported; propose: going back to a checkpoint before it is proposed to a person; auto: done in mode auto. A NaN or infinite loss is repaired as the mode says, because all later steps are useless.
+                 * @default propose
+                 * @enum {unknown}
+                 */
+                loss_rollback: "auto" | "off" | "propose";
+                /**
+                 * @description After going back, the data of so many steps is left out, from the last step with a usual loss. 0: none.
+                 * @default 0
+                 */
+                loss_skip_steps: number;
+                /**
+                 * @description A loss that is more robust deviations (1.4826 MAD) above the median of the job's last ones is a spike. It is shown, and causes no alert.
+                 * @default 10
+                 */
+                loss_spike_deviations: number;
+                /**
+                 * @description So often the job goes back for one place in the training; after that, a divergence is only reported, and a NaN ends the job in mode auto.
+                 * @default 2
+                 */
+                loss_tries: number;
+                /**
                  * @description While people work on the cluster, such as `Sat 22:00-06:00 Europe/Berlin`: nothing is restarted without the approval of a person, because a node that ends then is no failure. What was proposed is carried out after it.
                  * @default []
                  */
                 maintenance_windows: string[];
                 /**
-                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it, or has set `loss_rollback` to auto.
                  * @default default
                  * @enum {unknown}
                  */
@@ -2597,6 +2690,11 @@ export interface components {
          *         "hang_checkpoint_seconds": 60,
          *         "hang_evaluation_seconds": 20,
          *         "hang_patience_seconds": 10,
+         *         "loss_divergence_steps": 50,
+         *         "loss_rollback": "propose",
+         *         "loss_skip_steps": 0,
+         *         "loss_spike_deviations": 10,
+         *         "loss_tries": 2,
          *         "maintenance_windows": [],
          *         "mode": "approve",
          *         "node_lease_seconds": 5,
@@ -2687,12 +2785,38 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
+                 * @description A spike that has not returned after so many steps is a divergence.
+                 * @default 50
+                 */
+                loss_divergence_steps: number;
+                /**
+                 * @description What follows a divergence: off: it is reported; propose: going back to a checkpoint before it is proposed to a person; auto: done in mode auto. A NaN or infinite loss is repaired as the mode says, because all later steps are useless.
+                 * @default propose
+                 * @enum {unknown}
+                 */
+                loss_rollback: "auto" | "off" | "propose";
+                /**
+                 * @description After going back, the data of so many steps is left out, from the last step with a usual loss. 0: none.
+                 * @default 0
+                 */
+                loss_skip_steps: number;
+                /**
+                 * @description A loss that is more robust deviations (1.4826 MAD) above the median of the job's last ones is a spike. It is shown, and causes no alert.
+                 * @default 10
+                 */
+                loss_spike_deviations: number;
+                /**
+                 * @description So often the job goes back for one place in the training; after that, a divergence is only reported, and a NaN ends the job in mode auto.
+                 * @default 2
+                 */
+                loss_tries: number;
+                /**
                  * @description While people work on the cluster, such as `Sat 22:00-06:00 Europe/Berlin`: nothing is restarted without the approval of a person, because a node that ends then is no failure. What was proposed is carried out after it.
                  * @default []
                  */
                 maintenance_windows: string[];
                 /**
-                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command or is known to resume from its own, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it, or has set `loss_rollback` to auto.
                  * @default default
                  * @enum {unknown}
                  */

@@ -505,7 +505,7 @@ class World:
         approved = action_id in self.approved
         progress = progress_of(action)
         saved = {result.rank for result in self.acknowledged if result.status == "done"}
-        # What a person has allowed in advance: the steps after a divergence are no progress.
+        # A person has allowed it in advance: the steps after a divergence are no progress.
         is_allowed = self.policy.loss_rollback == "auto"
         approved |= is_allowed and progress.roll_back_onset is not None
         assert approved or progress.saved_step is not None or saved, "progress was destroyed"

@@ -115,7 +115,7 @@ class Checkpoints:
         self._agreement: Agreement | None = None
         self._saved_at = monotonic()
         self._skip = skip_of(os.environ)
-        self._batches: SkippingBatches | None = None  # of the epoch in progress
+        self._batches: SkippingBatches | None = None  # batches of the epoch in progress
         peers = RankGroup(group)
         generation, run, went_back = 0, "", False
         request = roll_back_of(os.environ)

@@ -21,7 +21,7 @@ class DataPosition:
     def __init__(self) -> None:
         self.epoch = -1  # number of the one in progress
         self.batches = 0  # taken in this epoch
-        self.batches_per_step = 1  # of the newest step: more if it accumulates gradients
+        self.batches_per_step = 1  # in the newest step: more if it accumulates gradients
         self._in_step = 0
         self._began_with: dict[str, Any] = {}  # random states at the begin of the epoch
 

@@ -144,7 +144,7 @@ def checksum(piece: Piece, weights: dict[tuple[int, torch.device], Tensor]) -> T
 class _Taken(NamedTuple):
     """A checksum of this rank, or the event after which it can be read."""
 
-    number: int  # of the set
+    number: int  # number of the set
     step: int
     piece: int
     value: Tensor

@@ -3,7 +3,7 @@
 The loss of each rank is compared with its own recent ones: a spike is more than
 `loss_spike_deviations` robust deviations (1.4826 times the median absolute deviation, MAD) above
 their median. One that most of the reporting ranks have is a spike of the job, so that a single hard
-batch of one rank is none; ranks that report the mean over the job have it together. During a spike
+batch of one rank is not; ranks that report the mean over the job have it together. During a spike
 the comparison stays with the losses before it. A spike of `loss_divergence_steps` steps is a
 divergence.
 

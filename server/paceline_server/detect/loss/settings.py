@@ -10,7 +10,7 @@ class LossSettings:
     """See `LossDetector`."""
 
     window: int = 64  # losses of a rank that the next one is compared with
-    least: int = 16  # of them, before anything is a spike
+    least: int = 16  # number of losses that are needed for a comparison
     # The first losses of a training fall steeply, and those after a resume may rise for a moment.
     warmup: int = 4
     # A heavy tail is usual: batches differ. Ten deviations never occurred in healthy runs.
