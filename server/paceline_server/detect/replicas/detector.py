@@ -31,6 +31,9 @@ class ReportedMismatch(msgspec.Struct, frozen=True):
     outliers: list[int]
 
 
+_decoder = msgspec.json.Decoder(ReportedMismatch)
+
+
 class ReplicaDetector(Detector):
     """Finding kind `corruption`, cause `silent corruption`, fingerprint `corruption:TENSOR`."""
 
@@ -47,7 +50,7 @@ class ReplicaDetector(Detector):
             return []
         self._seen = text
         try:
-            found = msgspec.json.decode(text, type=ReportedMismatch)
+            found = _decoder.decode(text)
         except msgspec.DecodeError:  # written by a rank: it may be anything
             return []
         return [self._finding(found, observation.now_ns)]
