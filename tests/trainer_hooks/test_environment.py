@@ -92,7 +92,7 @@ def test_rank_and_sizes_come_from_the_launcher(
         (SRUN | {"SLURM_RESTART_COUNT": "2", "PACELINE_GENERATION": "200"}, "slurm-77", 200),
         (SRUN | {"PACELINE_JOB": "gpt", "PACELINE_GENERATION": "7"}, "gpt", 7),
         (POD | TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "jobset-team-a.bert", 301),
-        (POD | {"JOBSET_NAME": 63 * "x"}, f"jobset-team-a.{41 * 'x'}-e3d93c94", 300),
+        (POD | {"JOBSET_NAME": 63 * "x"}, f"jobset-team-a.{41 * 'x'}-9727b6d6", 300),
         ({"PACELINE_JOB": "_a/b c"}, "a_b_c", 0),
         (MPIRUN, "local", 0),
         (MPIRUN | {"PMIX_NAMESPACE": "prterun-node-1-77@1"}, "mpirun-prterun-node-1-77@1", 0),
