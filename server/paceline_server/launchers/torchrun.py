@@ -5,8 +5,8 @@ for it. So the agents of all nodes kill the ranks, also hung ones, for which tor
 30 s. With --nnodes=LEAST:MOST, torchrun on an excluded node is ended, and the others meet without.
 
 The commands are rows with the action's id, written once in one transaction; each names processes by
-their start. A late or repeated command finds other processes, and has no effect. torchrun counts its
-restarts on each node for itself.
+their start. A late or repeated command finds other processes, and has no effect. torchrun counts
+its restarts on each node for itself.
 """
 
 from __future__ import annotations
