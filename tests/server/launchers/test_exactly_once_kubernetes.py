@@ -16,13 +16,7 @@ from test_kubernetes import launch_of, runs
 KILLS = int(os.environ.get("PACELINE_KUBERNETES_KILLS", "200"))
 READS = ("get jobsets", "get controllerrevisions", "list pods", "get nodes", "patch nodes")
 SUSPENDS = ("patch jobsets",) * 3  # suspend, mark the pods to come, resume
-RECREATES = (
-    "create controllerrevisions",
-    "delete KIND",
-    "create KIND",
-    "delete controllerrevisions",
-)
-WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # in the order of a request
     "suspended": (jobset_of(), (*READS, *SUSPENDS)),
     "in place": (
         jobset_of(maxRestarts=1000, restartStrategy="InPlaceRestart"),
@@ -30,7 +24,10 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "failed": (
         jobset_of(),
-        (*READS, *(one.replace("KIND", "jobsets") for one in RECREATES), *SUSPENDS[:2]),
+        (
+            *(*READS, "create controllerrevisions", "delete jobsets", "create jobsets"),
+            *(*SUSPENDS[:2], "delete controllerrevisions"),
+        ),
     ),
     "TrainJob": (
         train_job_of(),
@@ -38,7 +35,10 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "failed TrainJob": (
         train_job_of(),
-        (*READS, *(one.replace("KIND", "trainjobs") for one in RECREATES), "patch jobsets"),
+        (
+            *(*READS, "create controllerrevisions", "delete trainjobs", "create trainjobs"),
+            *("patch jobsets", "patch trainjobs", "delete controllerrevisions"),
+        ),
     ),
 }
 
