@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from paceline_server.act.announce import IncidentReceiver
 from paceline_server.alerts.outbox import AlertDelivery
 from paceline_server.alerts.receivers import receivers
-from paceline_server.launchers.contract import Surroundings
+from paceline_server.launchers.contract import LauncherParts
 from paceline_server.launchers.registry import create_launchers
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.policy_file import load_policy
@@ -79,7 +79,7 @@ class Background:
             signals,
             owner,
             tick_settings.lease_ns,
-            create_launchers(Surroundings(settings, database)),
+            create_launchers(LauncherParts(settings, database)),
             time.time_ns,
         )
         self._outboxes = [

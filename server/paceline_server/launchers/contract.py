@@ -67,7 +67,7 @@ class LauncherSettings(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class LauncherParts:
     """The parts of the server that a backend may use."""
 
     settings: LauncherSettings
@@ -80,7 +80,7 @@ class Launcher(Protocol):
     name: ClassVar[str]
 
     @classmethod
-    def create(cls, surroundings: Surroundings) -> Self:
+    def create(cls, parts: LauncherParts) -> Self:
         """Return the backend of a server; it connects to the launcher at its first use."""
         ...
 

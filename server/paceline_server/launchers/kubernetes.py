@@ -24,10 +24,10 @@ import msgspec
 from paceline_server.decide.types import LaunchRequest
 from paceline_server.engine.types import Launch
 from paceline_server.launchers.contract import (
+    LauncherParts,
     LauncherRefusedError,
     ObservedState,
     ShownRequest,
-    Surroundings,
 )
 from paceline_server.launchers.kubernetes_api import (
     IN_CLUSTER_CREDENTIALS,
@@ -46,7 +46,7 @@ from paceline_wire.metadata import (
 # Paceline asked for, also of its pods; the pods that are deleted for a restart in place.
 _ACTION, _RESUMED = "paceline/action", "paceline/resumed"
 _RESTARTS, _PODS = "paceline/restarts", "paceline/pods"
-_REASON = "paceline/reason"  # of nodes, beside the action's id
+_REASON = "paceline/reason"  # annotation of nodes, beside the action's id
 
 _JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
 _ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
@@ -159,7 +159,7 @@ class _NodeStatus(msgspec.Struct, frozen=True):
     allocatable: dict[str, str] = {}
 
 
-class _Node(msgspec.Struct, frozen=True):
+class _ClusterNode(msgspec.Struct, frozen=True):
     metadata: Metadata
     spec: _NodeSpec = msgspec.field(default_factory=_NodeSpec)
     status: _NodeStatus = msgspec.field(default_factory=_NodeStatus)
@@ -181,7 +181,7 @@ class _Revision(msgspec.Struct, frozen=True):
         return self.metadata.annotations.get("paceline/uid", "")
 
 
-class _Job(msgspec.Struct, frozen=True, kw_only=True):
+class _ShownJob(msgspec.Struct, frozen=True, kw_only=True):
     """All that Kubernetes shows of one job."""
 
     target: _Object | None  # what is restarted: the JobSet, or the TrainJob that owns it
@@ -246,9 +246,9 @@ class KubernetesLauncher:
         self._api = api
 
     @classmethod
-    def create(cls, surroundings: Surroundings) -> Self:
+    def create(cls, parts: LauncherParts) -> Self:
         """Return the backend; it reads its credentials when it is first used."""
-        settings = surroundings.settings
+        settings = parts.settings
         return cls(
             KubernetesApi(
                 settings.kubernetes_url or IN_CLUSTER_URL,
@@ -303,7 +303,9 @@ class KubernetesLauncher:
             return _seen("refused", detail, job)
         return self._observe_after(request, job, target)
 
-    def _observe_before(self, request: LaunchRequest, job: _Job, target: _Object) -> ShownRequest:
+    def _observe_before(
+        self, request: LaunchRequest, job: _ShownJob, target: _Object
+    ) -> ShownRequest:
         """Return the observation of a job that was not restarted since the decision."""
         if job.is_complete:
             return _seen("refused", f"{target.title} has completed.", job)
@@ -328,7 +330,9 @@ class KubernetesLauncher:
                 return _seen("refused", shortage, job)
         return _seen("ready", f"Kubernetes can restart {target.title}.", job)
 
-    def _observe_marked(self, request: LaunchRequest, job: _Job, target: _Object) -> ShownRequest:
+    def _observe_marked(
+        self, request: LaunchRequest, job: _ShownJob, target: _Object
+    ) -> ShownRequest:
         """Return the observation of a job that has this action's mark."""
         marks = target.metadata.annotations
         if target.metadata.deletion_timestamp is not None:
@@ -342,7 +346,9 @@ class KubernetesLauncher:
             return _seen("begun", detail, job)
         return self._observe_after(request, job, target)
 
-    def _observe_after(self, request: LaunchRequest, job: _Job, target: _Object) -> ShownRequest:
+    def _observe_after(
+        self, request: LaunchRequest, job: _ShownJob, target: _Object
+    ) -> ShownRequest:
         """Return the observation of a job that was restarted once since the decision."""
         if job.is_complete or job.has_failed:
             how = "Completed" if job.is_complete else "Failed"
@@ -373,7 +379,7 @@ class KubernetesLauncher:
         detail = f"{target.title}: {len(running)} of {job.expected_pods} pods run"
         return _seen("begun", f"{detail}; {waits}" if waits else f"{detail}.", job)
 
-    def _shortage(self, request: LaunchRequest, job: _Job) -> str | None:
+    def _shortage(self, request: LaunchRequest, job: _ShownJob) -> str | None:
         """Return why a job that trains might wait for nodes if it were restarted now.
 
         Pods of other namespaces are not visible with the server's rights, so a node that they use
@@ -391,13 +397,13 @@ class KubernetesLauncher:
         busy = {pod.spec.node_name for pod in pods if pod.is_live}
         moved = (pod.spec for pod in job.live_pods if pod.spec.node_name in request.exclude)
         pod = next(moved, _PodSpec())
-        nodes = self._api.items("/api/v1/nodes", _Node)
+        nodes = self._api.items("/api/v1/nodes", _ClusterNode)
         free = [node for node in nodes if node.metadata.name not in busy and _takes(node, pod)]
         if len(free) < len(request.exclude):
             return f"Kubernetes has no free node to replace {_names(request.exclude)}."
         return None
 
-    def _job(self, request: LaunchRequest) -> _Job:
+    def _job(self, request: LaunchRequest) -> _ShownJob:
         """Return the job as it is now. Raises LauncherError."""
         namespace, name = request.launch.job.split("/", 1)
         jobset = self._api.get(_path("JobSet", namespace, name), _Object)
@@ -416,14 +422,14 @@ class KubernetesLauncher:
         pods = self._api.items(
             f"/api/v1/namespaces/{namespace}/pods", _Pod, labelSelector=f"{_JOBSET_NAME}={name}"
         )
-        return _Job(target=target, jobset=jobset, pods=pods, revision=revision)
+        return _ShownJob(target=target, jobset=jobset, pods=pods, revision=revision)
 
     # --- begin -----------------------------------------------------------------------------
 
     def begin(self, request: LaunchRequest, seen: ShownRequest) -> None:
         """Do the next external action, if one is due. Raises LauncherError."""
         job = seen.content
-        assert isinstance(job, _Job)
+        assert isinstance(job, _ShownJob)
         if self._cordon_next(request):
             return
         target = job.target
@@ -443,7 +449,7 @@ class KubernetesLauncher:
     def _cordon_next(self, request: LaunchRequest) -> bool:
         """Cordon one of the excluded nodes; return whether there was one to cordon."""
         for name in request.exclude:
-            node = self._api.get(f"/api/v1/nodes/{name}", _Node)
+            node = self._api.get(f"/api/v1/nodes/{name}", _ClusterNode)
             if node is None or node.spec.unschedulable:
                 continue
             reason = f"Paceline {request.action_id}: {request.reason}"
@@ -454,7 +460,7 @@ class KubernetesLauncher:
             return True
         return False
 
-    def _mark(self, request: LaunchRequest, job: _Job, target: _Object) -> None:
+    def _mark(self, request: LaunchRequest, job: _ShownJob, target: _Object) -> None:
         """Begin the restart: this write happens once."""
         annotations: dict[str, str | None] = {_ACTION: request.action_id, _RESUMED: None}
         if job.restarts_in_place:
@@ -469,14 +475,14 @@ class KubernetesLauncher:
         self._api.merge(target.path, target.metadata, body)
 
     @staticmethod
-    def _in_place(request: LaunchRequest, job: _Job) -> list[str]:
+    def _in_place(request: LaunchRequest, job: _ShownJob) -> list[str]:
         """Return the uids of the pods to delete: those on excluded nodes, or else any one, which
         is enough for a restart of all."""
         live = sorted(job.live_pods, key=lambda pod: pod.metadata.name)
         moved = [pod for pod in live if pod.spec.node_name in request.exclude]
         return [pod.metadata.uid for pod in (moved if request.exclude else live[:1])]
 
-    def _continue(self, request: LaunchRequest, job: _Job, target: _Object) -> None:
+    def _continue(self, request: LaunchRequest, job: _ShownJob, target: _Object) -> None:
         """Do the next step after the mark; each may be repeated."""
         marks, namespace = target.metadata.annotations, target.metadata.namespace
         if target.spec.suspend:
@@ -541,7 +547,7 @@ class KubernetesLauncher:
         self._api.create(_path(revision.kind, namespace), revision.data)
 
 
-def _ending(request: LaunchRequest, job: _Job) -> list[_Pod]:
+def _ending(request: LaunchRequest, job: _ShownJob) -> list[_Pod]:
     """Return the pods that a restart waits for. Those of a lost node cannot end while it is away;
     if their ranks live on, they are reported as ranks of an earlier run."""
     return [
@@ -574,12 +580,12 @@ def _obstacle(target: _Object) -> str | None:
     return None
 
 
-def _is_another(launch: Launch, job: _Job) -> bool:
+def _is_another(launch: Launch, job: _ShownJob) -> bool:
     """Return whether the ranks were in pods of another JobSet of this name."""
     return bool(launch.uid) and job.jobset is not None and job.jobset.metadata.uid != launch.uid
 
 
-def _takes(node: _Node, pod: _PodSpec) -> bool:
+def _takes(node: _ClusterNode, pod: _PodSpec) -> bool:
     """Return whether the scheduler could place such a pod on the node if that were empty."""
     conditions = {one.get("type"): one.get("status") for one in node.status.conditions}
     if node.spec.unschedulable or conditions.get("Ready") != "True":
@@ -656,7 +662,7 @@ def _is_same_node(agent: str, node: str) -> bool:
     )
 
 
-def _seen(state: ObservedState, detail: str, job: _Job) -> ShownRequest:
+def _seen(state: ObservedState, detail: str, job: _ShownJob) -> ShownRequest:
     return ShownRequest(state=state, detail=detail, content=job)
 
 

@@ -22,13 +22,13 @@ from paceline_server.launchers.contract import (
     LauncherUnavailableError,
 )
 
-# Of a pod that has a service account; the cluster's DNS resolves the name.
+# The API as a pod with a service account reaches it; the cluster's DNS resolves the name.
 IN_CLUSTER_URL = "https://kubernetes.default.svc"
 IN_CLUSTER_CREDENTIALS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_SECONDS = 5.0  # for one call, from its beginning to its last byte
+_SECONDS = 5.0  # time limit of one call, from its beginning to its last byte
 _CHUNK = 500  # objects of a list per call
-_BYTES = 64 << 20  # of a response
-_PEOPLE_CHARACTERS = 300  # of a message of the API server
+_BYTES = 64 << 20  # size of a response
+_PEOPLE_CHARACTERS = 300  # length of a message of the API server
 _AGAIN = (408, 410, 429)  # 410: a list that took too long
 _T = TypeVar("_T")
 

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from paceline_server import launchers
 from paceline_server.engine.types import Launch
-from paceline_server.launchers.contract import Launcher, Surroundings
+from paceline_server.launchers.contract import Launcher, LauncherParts
 
 
 @cache
@@ -24,9 +24,9 @@ def launcher_classes() -> dict[str, type[Launcher]]:
     return {backend.name: backend for backend in backends if backend is not None}
 
 
-def create_launchers(surroundings: Surroundings) -> dict[str, Launcher]:
+def create_launchers(parts: LauncherParts) -> dict[str, Launcher]:
     """Return a server's backends by name."""
-    return {name: backend.create(surroundings) for name, backend in launcher_classes().items()}
+    return {name: backend.create(parts) for name, backend in launcher_classes().items()}
 
 
 def recognize(metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:

@@ -26,11 +26,11 @@ from paceline_server.decide.types import LaunchRequest
 from paceline_server.engine.types import Launch
 from paceline_server.launchers.contract import (
     LauncherError,
+    LauncherParts,
     LauncherRefusedError,
     LauncherUnavailableError,
     ObservedState,
     ShownRequest,
-    Surroundings,
 )
 from paceline_wire.metadata import SLURM_JOB, SLURM_NODE, SLURM_RESTARTS
 
@@ -115,7 +115,7 @@ class SlurmLauncher:
         self._denied: set[str] = set()  # nodes that this user may not drain
 
     @classmethod
-    def create(cls, _surroundings: Surroundings) -> Self:
+    def create(cls, _surroundings: LauncherParts) -> Self:
         """Return the backend."""
         return cls()
 

@@ -23,10 +23,10 @@ from sqlalchemy.orm import Session
 from paceline_server.decide.types import IssuedCommand, LaunchRequest
 from paceline_server.engine.types import Launch
 from paceline_server.launchers.contract import (
+    LauncherParts,
     LauncherRefusedError,
     ObservedState,
     ShownRequest,
-    Surroundings,
 )
 from paceline_server.store import attachments, commands, queries
 from paceline_server.store.database import Database
@@ -47,7 +47,7 @@ from paceline_wire.metadata import (
     TORCHRUN_RUN,
 )
 
-# After the end of all ranks; a rendezvous of several nodes takes up to half a minute.
+# Time after the end of all ranks; a rendezvous of several nodes takes up to half a minute.
 _GONE_SECONDS = 120.0
 _KIND = "end_ranks"
 
@@ -68,7 +68,7 @@ class _Process(msgspec.Struct, frozen=True):
         return most - int(self.metadata.get(TORCHRUN_RESTARTS, "0"))
 
 
-class _Job(msgspec.Struct, frozen=True, kw_only=True):
+class _KnownJob(msgspec.Struct, frozen=True, kw_only=True):
     """All that the server knows of one job."""
 
     id: str
@@ -95,9 +95,9 @@ class TorchrunLauncher:
         self._gone_since: dict[str, float] = {}
 
     @classmethod
-    def create(cls, surroundings: Surroundings) -> Self:
+    def create(cls, parts: LauncherParts) -> Self:
         """Return the backend."""
-        return cls(surroundings.database)
+        return cls(parts.database)
 
     @classmethod
     def recognize(cls, metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
@@ -146,7 +146,7 @@ class TorchrunLauncher:
             return _seen("refused", obstacle, job)
         return _seen("ready", f"torchrun can start the ranks of {name} again.", job)
 
-    def _observe_ended(self, request: LaunchRequest, job: _Job) -> ShownRequest:
+    def _observe_ended(self, request: LaunchRequest, job: _KnownJob) -> ShownRequest:
         """Return the observation of a job whose ranks have all ended."""
         now = self._clock()
         since = self._gone_since.setdefault(request.action_id, now)
@@ -173,7 +173,7 @@ class TorchrunLauncher:
                 _send(session, request, job)
 
 
-def _load(session: Session, request: LaunchRequest) -> tuple[_Job, int]:
+def _load(session: Session, request: LaunchRequest) -> tuple[_KnownJob, int]:
     """Return the job and the generation at the time of the decision. Raises LauncherError."""
     action = session.get(ActionRow, request.action_id)
     row = None if action is None else session.get(JobRow, action.job_id)
@@ -204,7 +204,7 @@ def _load(session: Session, request: LaunchRequest) -> tuple[_Job, int]:
         .where(CommandRow.action_id == request.action_id, CommandRow.kind == _KIND)
         .order_by(CommandRow.id)
     )
-    job = _Job(
+    job = _KnownJob(
         id=row.id,
         generation=row.generation,
         has_successors=has_successors,
@@ -214,7 +214,7 @@ def _load(session: Session, request: LaunchRequest) -> tuple[_Job, int]:
     return job, action.view.generation
 
 
-def _observe_sent(request: LaunchRequest, job: _Job) -> ShownRequest:
+def _observe_sent(request: LaunchRequest, job: _KnownJob) -> ShownRequest:
     """Return the observation of a job whose ranks have to end."""
     failed = [detail for ok, detail in job.sent if ok is False]
     if len(failed) == len(job.sent) and len(job.living) == len(job.processes):
@@ -224,7 +224,7 @@ def _observe_sent(request: LaunchRequest, job: _Job) -> ShownRequest:
     return _seen("begun", f"{detail}; {failed[0]}." if failed else f"{detail}.", job)
 
 
-def _obstacle(request: LaunchRequest, job: _Job) -> str | None:
+def _obstacle(request: LaunchRequest, job: _KnownJob) -> str | None:
     """Return why torchrun cannot restart the job; None: it can."""
     if (used_up := _used_up(job)) is not None:
         return used_up
@@ -242,7 +242,7 @@ def _obstacle(request: LaunchRequest, job: _Job) -> str | None:
     return None
 
 
-def _used_up(job: _Job) -> str | None:
+def _used_up(job: _KnownJob) -> str | None:
     """Return the sentence about nodes whose torchrun would end the job instead; None: no such."""
     over = sorted({one.agent for one in job.processes if one.restarts_left <= 0})
     if not over:
@@ -255,7 +255,7 @@ def _used_up(job: _Job) -> str | None:
     )
 
 
-def _send(session: Session, request: LaunchRequest, job: _Job) -> None:
+def _send(session: Session, request: LaunchRequest, job: _KnownJob) -> None:
     """Issue one command to each node with living ranks."""
     by_node: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
     for one in job.living:
@@ -274,7 +274,7 @@ def _send(session: Session, request: LaunchRequest, job: _Job) -> None:
         commands.issue(session, job.id, issued, now_ns)
 
 
-def _seen(state: ObservedState, detail: str, job: _Job) -> ShownRequest:
+def _seen(state: ObservedState, detail: str, job: _KnownJob) -> ShownRequest:
     return ShownRequest(state=state, detail=detail, content=job)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from paceline_server.launchers.contract import Surroundings
+from paceline_server.launchers.contract import LauncherParts
 from paceline_server.launchers.registry import create_launchers
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
@@ -70,7 +70,7 @@ def carry_out() -> None:
         CommitSignals(),
         f"{os.getpid()}:{secrets.token_hex(4)}",
         int(float(sys.argv[2]) * 1e9),
-        create_launchers(Surroundings(Settings(), database)),
+        create_launchers(LauncherParts(Settings(), database)),
         time.time_ns,
     )
     thread.start()
