@@ -162,7 +162,7 @@ def _refuse_earlier_runs(
     They still run because the launcher lost their node, and must not be mixed with the new ones.
     """
     rows = attachments.ranks_of(session, run)
-    # What counts on each node for itself begins at 0 again when a person starts it again.
+    # A launcher that counts on each node begins at 0 again when a person starts it again.
     found = [
         (row, launch)
         for row in rows
