@@ -23,7 +23,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from paceline_server.launchers.contract import LauncherParts
-from paceline_server.launchers.registry import create_launchers
+from paceline_server.launchers.registry import create_launchers, launcher_classes
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_server.store.signals import CommitSignals
@@ -78,6 +78,7 @@ def carry_out() -> None:
         time.sleep(0.2)
 
 
+launcher_classes()  # imports all backends, once for all children
 while True:
     child = os.fork()  # an import of the server takes seconds
     if child == 0:
