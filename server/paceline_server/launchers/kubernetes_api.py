@@ -10,6 +10,7 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -230,9 +231,14 @@ class KubernetesApi:
             ) from None
 
 
+@cache
+def _decoder(kind: type[_T]) -> msgspec.json.Decoder[_T]:
+    return msgspec.json.Decoder(kind)
+
+
 def _decoded(body: bytes, kind: type[_T], path: str) -> _T:
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decoder(kind).decode(body)
     except msgspec.MsgspecError as error:
         raise LauncherError(f"Kubernetes' answer for {path} is not valid: {error}") from None
 

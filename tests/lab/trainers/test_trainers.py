@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(300)]
 
 SLOWER_SECONDS = 0.03  # added by the fault "slow"
 HEALTHY_SECONDS = 60.0
-SETTLED = 160  # step at which the job has been steady for some time
+WARMED_UP = 160  # step at which the job has been steady for some time
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +86,15 @@ def test_the_analysis_gives_the_slow_rank_and_the_step_time_without_it(
 ) -> None:
     is_pipeline = trainer in ("gpipe", "1f1b")
     options = UNCONTENDED_STAGES if is_pipeline else UNCONTENDED
-    job_id = training.start(trainer, "slow", options=options, onset=SETTLED)
+    job_id = training.start(trainer, "slow", options=options, onset=WARMED_UP)
     try:
         training.watch(job_id, Case(trainer, "slow", "straggler"))
         time.sleep(3)
         found = analyze(training, job_id)
-        before = training.step_seconds(job_id, SETTLED - 60, SETTLED - 1)
+        before = training.step_seconds(job_id, WARMED_UP - 60, WARMED_UP - 1)
     finally:
         training.stop(job_id)
-    assert found["first_step"] > SETTLED
+    assert found["first_step"] > WARMED_UP
     assert found["slowest_workers"] == [FAULTY_RANK]
     assert found["verdict"]["target"] == f"rank {FAULTY_RANK}"
     fix = next(fix for fix in found["fixes"] if fix["target"] == f"rank {FAULTY_RANK}")
