@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 import msgspec
@@ -232,13 +232,14 @@ class KubernetesApi:
 
 
 @cache
-def _decoder(kind: type[_T]) -> msgspec.json.Decoder[_T]:
-    return msgspec.json.Decoder(kind)
+def _decoder(kind: Hashable) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)  # a type is hashable, which mypy does not know
 
 
 def _decoded(body: bytes, kind: type[_T], path: str) -> _T:
     try:
-        return _decoder(kind).decode(body)
+        found: _T = _decoder(cast("Hashable", kind)).decode(body)
+        return found
     except msgspec.MsgspecError as error:
         raise LauncherError(f"Kubernetes' answer for {path} is not valid: {error}") from None
 
