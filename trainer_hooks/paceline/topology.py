@@ -28,10 +28,20 @@ _MEGATRON: tuple[tuple[Axis, str], ...] = (
     ("dp", "get_data_parallel_group"),
     ("ep", "get_expert_model_parallel_group"),
 )
-_DEEPSPEED: tuple[tuple[Axis, str], ...] = (
-    ("tp", "get_model_parallel_group"),
-    ("pp", "get_pipe_parallel_group"),
-    ("dp", "get_data_parallel_group"),
+# Getters of the object that a script or DeepSpeed itself gives its engine; the first one counts.
+# The model-parallel group of a pipeline's grid has the ranks of all stages, so it comes last.
+_DEEPSPEED: tuple[tuple[Axis, tuple[str, ...]], ...] = (
+    (
+        "tp",
+        (
+            "get_slice_parallel_group",
+            "get_tensor_model_parallel_group",
+            "get_model_parallel_group",
+        ),
+    ),
+    ("pp", ("get_pipe_parallel_group", "get_pipeline_model_parallel_group")),
+    ("cp", ("get_sequence_parallel_group",)),
+    ("dp", ("get_data_parallel_group",)),
 )
 
 
@@ -148,14 +158,13 @@ class TopologyRecognizer:
     def _add_deepspeed(self) -> None:
         groups = sys.modules.get("deepspeed.utils.groups")
         units = getattr(groups, "mpu", None)
-        for axis, getter in _DEEPSPEED:
-            if units is not None:
+        for axis, getters in _DEEPSPEED:
+            getter = next((one for one in getters if hasattr(units, one)), None)
+            if getter is not None:
                 self._add_from(axis, units, getter, "DeepSpeed groups")
         experts = getattr(groups, "_EXPERT_PARALLEL_GROUP", None) or {}
         for group in list(experts.values())[:1]:
             self._add_group("ep", group, "DeepSpeed groups")
-        sequence = getattr(groups, "_SEQUENCE_PARALLEL_GROUP", None)
-        self._add_group("cp", sequence, "DeepSpeed groups")
 
     def _add_from(self, axis: Axis, state: Any, getter: str, source: str) -> None:
         """Add the group that a getter returns; it raises if the job has no such group."""

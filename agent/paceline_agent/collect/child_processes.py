@@ -17,7 +17,10 @@ class ChildProcesses:
 
     def refresh(self) -> None:
         """Look for new and ended processes; only the new ones are read."""
-        pids = {int(name) for name in os.listdir(self._root) if name.isdigit()}
+        try:
+            pids = {int(name) for name in os.listdir(self._root) if name.isdigit()}
+        except OSError:
+            pids = set()
         self._parents = {pid: parent for pid, parent in self._parents.items() if pid in pids}
         for pid in pids - self._parents.keys():
             try:

@@ -26,6 +26,9 @@ class RecordedRank:
         reader = RingReader(path)
         self.view = reader.view()
         self.spans: list[Span] = list(unpack(reader.read()))
+        self.metadata: dict[str, str] = {}
+        for description in reader.new_descriptions():
+            self.metadata |= description.metadata
         reader.close()
 
     @property
@@ -60,12 +63,12 @@ def python_with(framework: str) -> str:
 def run_ranks(tmp_path: Path) -> Run:
     """Run a script of this folder, which gets the output folder as its argument."""
 
-    def run(script: str, framework: str, **settings: str) -> list[RecordedRank]:
+    def run(script: str, framework: str, *, ranks: int = 2, **settings: str) -> list[RecordedRank]:
         python, port = python_with(framework), free_port()
         (rings := tmp_path / "rings").mkdir()
         (output := tmp_path / "output").mkdir()
         processes = []
-        for rank in range(2):
+        for rank in range(ranks):
             environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
             environment |= {
                 "PACELINE": "1",
@@ -73,8 +76,8 @@ def run_ranks(tmp_path: Path) -> Run:
                 "PACELINE_JOB": "job",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
                 "NODE_RANK": "0",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
@@ -100,6 +103,6 @@ def run_ranks(tmp_path: Path) -> Run:
         for process, printed in zip(processes, outputs, strict=True):
             assert process.returncode == 0, printed
             assert "paceline:" not in printed, printed
-        return [RecordedRank(rings / f"job.g0.r{rank}.ring") for rank in range(2)]
+        return [RecordedRank(rings / f"job.g0.r{rank}.ring") for rank in range(ranks)]
 
     return run

@@ -89,6 +89,25 @@ def test_deepspeed(run_ranks: Run) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("layout", "ranks", "axes"),
+    [
+        ("pipeline 2", 4, "dp2 pp2 (from DeepSpeed groups)"),
+        ("pipeline 2 model 2", 8, "dp2 pp2 tp2 (from DeepSpeed groups)"),
+        ("sequence 2", 4, "dp2 cp2 (from DeviceMesh)"),
+        ("tensor 2", 4, "dp2 tp2 (from DeepSpeed groups, DeviceMesh)"),
+    ],
+)
+def test_the_topology_is_that_of_deepspeeds_groups(
+    run_ranks: Run, layout: str, ranks: int, axes: str
+) -> None:
+    found = run_ranks(
+        "deepspeed_parallel_ranks.py", "deepspeed", ranks=ranks, DS_ACCELERATOR="cpu", LAYOUT=layout
+    )
+    assert {rank.metadata["topology"] for rank in found} == {axes}
+
+
+@pytest.mark.campaign
 def test_composer(run_ranks: Run) -> None:
     """4 batches of 2 microbatches, then 4 more."""
     for rank in run_ranks("composer_ranks.py", "composer"):

@@ -109,6 +109,7 @@ def context(tmp_path: Path) -> Context:
         "proc/net/snmp": "Tcp: OutSegs RetransSegs\nTcp: 10 1\n",
         "proc/77/stat": "77 (py) S 1 1 1 0 -1 0 10 0 3 0 250 50 0 0 20 0 1 0 100 9999 25 0\n",
         "proc/77/schedstat": "2 7 1\n",
+        "proc/77/io": "read_bytes: 1\nwrite_bytes: 1\n",
         "proc/77/status": "voluntary_ctxt_switches:\t1\nnonvoluntary_ctxt_switches:\t2\n"
         "Cpus_allowed_list:\t0-3\nMems_allowed_list:\t0\n",
     }
