@@ -1,7 +1,7 @@
 """Ranks whose groups are those of DeepSpeed; the script does not know Paceline.
 
-The variable LAYOUT: `pipeline 2 model 2` (a grid of pipeline, data and model axes), `sequence 2`
-(Ulysses) or `tensor 2` (AutoTP).
+The variable LAYOUT: `pipeline 2 model 2` (a grid of pipeline, data and model axes) or `sequence 2`
+(Ulysses).
 """
 
 import os
@@ -23,12 +23,10 @@ if "pipeline" in sizes:
     replicas = dist.get_world_size() // (stages * slices)
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=slices, num_dp=replicas)
     more["mpu"] = PipelineParallelGrid(topology=topology)
-elif "sequence" in sizes:
+else:
     size = sizes["sequence"]
     config |= {"sequence_parallel_size": size}
     config |= {"data_parallel_size": dist.get_world_size() // size}
-else:
-    config |= {"tensor_parallel": {"autotp_size": sizes["tensor"]}}
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 engine, *_ = deepspeed.initialize(
