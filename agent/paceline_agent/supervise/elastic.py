@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 from paceline_agent.rings.reader import Rings
@@ -20,8 +19,8 @@ _CHILD_OF = 4  # torchrun may be the parent of a wrapper that starts the rank
 
 def end_ranks(rings: Rings, command: EndRanks, procfs_root: Path = Path("/proc")) -> str | None:
     """Kill the ranks of the command, or end their torchrun. Return None, or why it failed."""
-    ended, errors = 0, []
-    launchers: Mapping[int, int] = {}
+    ended, errors = 0, list[str]()
+    launchers: dict[int, int] = {}  # a rank of each
     for rank, started_ns in sorted(command.started_ns.items()):
         pid = rings.external_pid(command.job, command.generation, rank, started_ns)
         if pid is None:
@@ -30,7 +29,7 @@ def end_ranks(rings: Rings, command: EndRanks, procfs_root: Path = Path("/proc")
         if launcher is None:
             errors.append(f"rank {rank} is no child of torchrun")
         elif command.leave:
-            launchers = {**launchers, launcher: rank}
+            launchers[launcher] = rank
         else:
             errors += _send(pid, rank, signal.SIGKILL)
             ended += 1

@@ -195,9 +195,8 @@ def test_a_stopped_run_resumes_where_it_stopped(
     assert start("checkpoints", str(stopped + 5)).ended_after() == [stopped + 5] * 2
 
 
-@pytest.mark.parametrize(
-    "framework", ["hugging_face", pytest.param("lightning", marks=pytest.mark.campaign)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("framework", ["hugging_face", "lightning"])
 def test_a_framework_saves_stops_and_resumes_by_its_own_means(
     start: Callable[..., Ranks], framework: str
 ) -> None:

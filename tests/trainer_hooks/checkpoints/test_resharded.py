@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ports import free_port
 
 PROGRAM = Path(__file__).with_name("resharded_run.py")
@@ -41,6 +43,7 @@ def run(directory: Path, ranks: int, steps: int) -> set[str]:
     return lines
 
 
+@pytest.mark.campaign
 def test_parameters_and_optimizer_states_of_two_ranks_are_loaded_by_three(tmp_path: Path) -> None:
     (two,) = run(tmp_path, 2, steps=4)
     # 4 batches of 2 ranks are 2 of 3 ranks (rounded down): with 2 left out, none remain of 2.
