@@ -89,7 +89,8 @@ METRICS = (
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PREFIX = "paceline_rank_process_"
-_IO = {"read_bytes": "read_bytes_total", "write_bytes": "written_bytes_total"}
+_READ = "read_bytes_total"
+_IO = {"read_bytes": _READ, "write_bytes": "written_bytes_total"}
 
 Values = Iterator[tuple[str, dict[str, str], float]]
 
@@ -118,12 +119,15 @@ class ProcessCollector(Collector):
             labels = {"job": rank.job, "rank": str(rank.rank)}
             directory = self.context.procfs_root / str(rank.pid)
             try:
+                read: float | None = None
                 for name, more, value in _process(directory, accounts_delays=self._accounts_delays):
+                    if name == _READ:
+                        read = value
                     if not math.isfinite(value):
                         continue
                     samples.append(Sample(_PREFIX + name, {**labels, **more}, value, now_ns))
-                pids = (rank.pid, *self._children.of(rank.pid))
-                self._reads[key].update(self.context.procfs_root, pids)
+                children = self._children.of(rank.pid)
+                self._reads[key].update(rank.pid, read, self.context.procfs_root, children)
             except (
                 OSError,
                 ValueError,
@@ -143,17 +147,21 @@ class _Reads:
         self.total_bytes: float | None = 0.0  # None: a process does not let itself be read
         self._last: dict[int, float] = {}  # by pid
 
-    def update(self, procfs_root: Path, pids: Iterable[int]) -> None:
-        """Add what was read since the last call."""
-        read: dict[int, float] = {}
-        for pid in pids:
-            found = {name: value for name, _, value in _storage(procfs_root / str(pid))}
-            if "read_bytes_total" in found:
-                read[pid] = found["read_bytes_total"]
-            elif (procfs_root / str(pid)).exists():
-                self.total_bytes = None
+    def update(
+        self, pid: int, own: float | None, procfs_root: Path, children: Iterable[int]
+    ) -> None:
+        """Add what was read since the last call; `own`: the count of the process itself."""
+        counts = {pid: own}
+        for child in children:
+            directory = procfs_root / str(child)
+            found = {name: value for name, _, value in _storage(directory)}
+            if _READ in found or directory.exists():
+                counts[child] = found.get(_READ)
+        read = {one: count for one, count in counts.items() if count is not None}
+        if len(read) < len(counts):
+            self.total_bytes = None
         if self.total_bytes is not None:
-            news = (max(now - self._last.get(pid, 0.0), 0.0) for pid, now in read.items())
+            news = (max(now - self._last.get(one, 0.0), 0.0) for one, now in read.items())
             self.total_bytes += sum(news)
         self._last = read
 
