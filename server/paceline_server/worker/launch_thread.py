@@ -11,7 +11,6 @@ one does not observe.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -30,6 +29,7 @@ from paceline_server.store.leases import LeaseLostError, acquire, fence, holding
 from paceline_server.store.models import LaunchRow
 from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.lease_keeper import LeaseKeeper
+from paceline_server.worker.leased_thread import LeasedThread
 
 _log = logging.getLogger(__name__)
 LEASE = "launches"
@@ -49,7 +49,7 @@ _STATES: dict[ObservedState, LaunchState] = {
 }
 
 
-class LaunchThread:
+class LaunchThread(LeasedThread):
     """The thread; only the holder of its lease asks launchers for anything."""
 
     def __init__(
@@ -61,37 +61,14 @@ class LaunchThread:
         launchers: Mapping[str, Launcher],
         now_ns: Callable[[], int],
     ) -> None:
+        super().__init__(LEASE, LeaseKeeper(database, owner, lease_ns, now_ns), _STALLED_SECONDS)
         self._database = database
         self._signals = signals
         self._owner = owner
         self._lease_ns = lease_ns
         self._launchers = launchers
         self._now_ns = now_ns
-        self._leases = LeaseKeeper(database, owner, lease_ns, now_ns)
         self._epoch: int | None = None
-        self._last_pass = time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=LEASE, daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._last_pass = time.monotonic()
-        self._thread.start()
-        self._leases.start()
-
-    def stop(self) -> None:
-        """End the thread after the current command, and release the lease."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._leases.stop()
-
-    def unready(self) -> list[str]:
-        """Return the reasons why the server is not ready; empty if it is."""
-        if not self._thread.is_alive():
-            return [f"{LEASE}: not running"]
-        is_stalled = time.monotonic() - self._last_pass > _STALLED_SECONDS
-        return [f"{LEASE}: stalled"] if is_stalled else []
 
     def _run(self) -> None:
         seen = 0

@@ -7,7 +7,6 @@ processes stored. A job whose tick fails is dropped and loaded again; the others
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -30,6 +29,7 @@ from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.commit import ConflictError
 from paceline_server.worker.external_jobs import ExternalJobs
 from paceline_server.worker.lease_keeper import LeaseKeeper
+from paceline_server.worker.leased_thread import LeasedThread
 from paceline_server.worker.tick import JobLease, JobWorker, TickSettings
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class WorkerSettings(Protocol):
     def launcher_mode(self) -> Mode: ...
 
 
-class Worker:
+class Worker(LeasedThread):
     def __init__(
         self,
         database: Database,
@@ -92,6 +92,8 @@ class Worker:
 
         `is_ingest_paused`: returns whether no batches are received, so that nodes only seem silent.
         """
+        leases = LeaseKeeper(database, owner, tick_settings.lease_ns, now_ns)
+        super().__init__("worker", leases, _STALLED_SECONDS)
         self._database = database
         self._signals = signals
         self._metrics = metrics
@@ -100,7 +102,6 @@ class Worker:
         self._settings = settings
         self._now_ns = now_ns
         self._is_ingest_paused = is_ingest_paused
-        self._leases = LeaseKeeper(database, owner, tick_settings.lease_ns, now_ns)
         self._external_jobs = ExternalJobs(
             database,
             policy,
@@ -111,32 +112,14 @@ class Worker:
         self._jobs: dict[str, JobWorker] = {}
         self._continued: set[str] = set()  # jobs to load again that had no pause: no warm-up
         self._not_before_ns: dict[str, int] = {}
-        self._stop = threading.Event()
-        self._last_pass = time.monotonic()
         self._pruned_ns = 0
         self._hurry_until = 0.0
         self._log_sizes = LogSizes()
         self._problem: str | None = None
-        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
-
-    def start(self) -> None:
-        self._last_pass = time.monotonic()
-        self._thread.start()
-        self._leases.start()
-
-    def stop(self) -> None:
-        """Wait for the current tick, then release all leases."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._leases.stop()
 
     def unready(self) -> list[str]:
-        if not self._thread.is_alive():
-            return ["worker: not running"]
-        if time.monotonic() - self._last_pass > _STALLED_SECONDS:
-            return ["worker: stalled"]
-        return [] if self._problem is None else [f"worker: {self._problem}"]
+        problem = [] if self._problem is None else [f"worker: {self._problem}"]
+        return super().unready() or problem
 
     def _run(self) -> None:
         seen = 0
