@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from job_page import JobPage
 from slurm_cluster import SlurmCluster
 from sqlalchemy import select
 
@@ -91,28 +91,6 @@ def train(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Callable[..., SlurmTr
             slurm.resume(node)
 
 
-class JobPage:
-    """A job as the server shows it."""
-
-    def __init__(self, server: Any, job: SlurmTraining) -> None:
-        self._client, self._name = server.client, job.name
-
-    def job(self) -> dict[str, Any]:
-        answer = self._client.get(f"/api/v1/jobs/{self._name}")
-        return {} if answer.status_code == 404 else dict(answer.raise_for_status().json())
-
-    def actions(self, kind: str = "restart") -> list[dict[str, Any]]:
-        items = self._client.get(f"/api/v1/actions?job={self._name}").json()["items"]
-        return [item for item in items if item["kind"] == kind]
-
-    def trains(self, generation: int) -> bool:
-        job = self.job()
-        if (job.get("generation"), job.get("state")) != (generation, "running"):
-            return False
-        ranks = self._client.get(f"/api/v1/jobs/{self._name}/ranks").json()["items"]
-        return all((rank["step"] or 0) >= 1 for rank in ranks)
-
-
 class Observed(NamedTuple):
     """A job that trains under Paceline."""
 
@@ -135,7 +113,7 @@ def observed(
         server = run_server(**{"launcher_mode": "auto", **settings})
         agents = start_agents(server.url)
         job = train(agents.directory, *arguments, nodes=nodes, options=options)
-        shown = JobPage(server, job)
+        shown = JobPage(server.client, job.name)
         wait_for(lambda: shown.trains(0), "training", seconds=180.0)
         return Observed(server, agents, job, shown)
 
@@ -150,7 +128,7 @@ def test_a_crashed_job_is_requeued_once(
     *_, job, shown = observed()
     os.kill(job.pid(1), signal.SIGKILL)
     wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
-    (action,) = shown.actions()
+    (action,) = shown.restarts()
     assert action["state"] == "done"
     assert job.requeues() == 1
     assert [start[0] for start in job.starts()] == ["0", "0", "1", "1"]
@@ -195,7 +173,7 @@ def test_fifty_faults_are_repaired_once_each(
         wait_for(
             lambda count=count: shown.trains(100 * (count + 1)), f"repair {count}", seconds=180.0
         )
-        action = shown.actions()[0]
+        action = shown.restarts()[0]
         assert action["state"] == "done"
         assert job.requeues() == count + 1
         # Nodes of earlier repairs may be used again.
@@ -266,7 +244,7 @@ def test_a_hung_rank_of_torch_is_repaired(
     os.kill(job.pid(1), signal.SIGSTOP)
     wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
     assert job.requeues() == 1
-    (action,) = shown.actions()
+    (action,) = shown.restarts()
     assert (action["state"], "SIGSTOP" in action["reason"]) == ("done", True)
 
 
@@ -279,7 +257,7 @@ def test_a_slow_node_is_replaced_after_the_jobs_own_checkpoint(
     wait_for(lambda: shown.job()["step"] >= 40, "healthy steps", seconds=120.0)
     slow = job.node(1)
     (job.directory / f"slow-{slow}").touch()
-    (action,) = wait_for(shown.actions, "the proposal", seconds=120.0)
+    (action,) = wait_for(shown.restarts, "the proposal", seconds=120.0)
     assert action["state"] == "proposed", "whether the script resumes is not known yet"
     assert slow in action["reason"]
     before = int((job.directory / "step").read_text())
@@ -288,7 +266,7 @@ def test_a_slow_node_is_replaced_after_the_jobs_own_checkpoint(
     assert job.requeues() == 1
     assert slow not in {start[2] for start in job.starts()[-3:]}
     assert slurm.states()[slow].startswith("drain")
-    (done,) = shown.actions()
+    (done,) = shown.restarts()
     assert (done["state"], done["lost_steps"]) == ("done", 0)
     assert done["resumed_step"] >= before
 
@@ -301,7 +279,7 @@ def test_in_mode_approve_a_person_decides(
     server, _, job, shown = observed(options="--open-mode=append", launcher_mode="approve")
     assert shown.job()["mode"] == "approve"
     os.kill(job.pid(0), signal.SIGKILL)
-    (action,) = wait_for(shown.actions, "the proposal")
+    (action,) = wait_for(shown.restarts, "the proposal")
     assert (action["state"], job.requeues()) == ("proposed", 0)
     server.client.post(f"/api/v1/actions/{action['id']}/approve").raise_for_status()
     wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
@@ -350,7 +328,7 @@ def test_a_killed_server_continues_what_it_had_begun(
     token = read_token(token_path(Settings().state_directory, "operator"))
     client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=60.0)
     job = train(agents.directory, options="--open-mode=append")
-    shown = JobPage(SimpleNamespace(client=client), job)
+    shown = JobPage(client, job.name)
     wait_for(lambda: shown.trains(0), "training", seconds=180.0)
     for count, moment in enumerate(("", "requeued in held state", "Slurm runs job")):
         os.kill(job.pid(1), signal.SIGKILL)
@@ -363,7 +341,7 @@ def test_a_killed_server_continues_what_it_had_begun(
         server = start()
         wait_for(lambda count=count: shown.trains(100 * (count + 1)), "training", seconds=180.0)
         assert job.requeues() == count + 1
-        assert shown.actions()[0]["state"] == "done"
+        assert shown.restarts()[0]["state"] == "done"
     assert len(job.starts()) == 2 * 4
     client.close()
     database.close()

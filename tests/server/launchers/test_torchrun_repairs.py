@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_page import JobPage
 from node_agents import Agents
 
 from tests.ports import free_port
@@ -99,7 +100,7 @@ def train(
         wait_for(agents.are_up, "the agents")
         job = Torchruns(agents, tmp_path, list(nodes), nnodes, restarts)
         started.append(job)
-        shown = JobPage(server, job.name)
+        shown = JobPage(server.client, job.name)
         wait_for(lambda: shown.trains(0), "training", seconds=400.0)
         return job, shown
 
@@ -108,28 +109,6 @@ def train(
         job.close()
         job.agents.stop()
         shutil.rmtree(job.agents.directory, ignore_errors=True)
-
-
-class JobPage:
-    """A job as the server shows it."""
-
-    def __init__(self, server: Any, name: str) -> None:
-        self.client, self._name = server.client, name
-
-    def job(self) -> dict[str, Any]:
-        answer = self.client.get(f"/api/v1/jobs/{self._name}")
-        return {} if answer.status_code == 404 else dict(answer.raise_for_status().json())
-
-    def actions(self) -> list[dict[str, Any]]:
-        items = self.client.get(f"/api/v1/actions?job={self._name}").json()["items"]
-        return [item for item in items if item["kind"] == "restart"]
-
-    def trains(self, generation: int) -> bool:
-        job = self.job()
-        if (job.get("generation"), job.get("state")) != (generation, "running"):
-            return False
-        ranks = self.client.get(f"/api/v1/jobs/{self._name}/ranks").json()["items"]
-        return all((rank["step"] or 0) >= 1 for rank in ranks)
 
 
 def test_a_hung_rank_is_repaired_once_and_the_job_continues_from_its_checkpoint(
@@ -142,8 +121,8 @@ def test_a_hung_rank_is_repaired_once_and_the_job_continues_from_its_checkpoint(
     wait_for(lambda: int((job.directory / "step").read_text()) > 10, "steps")
     os.kill(job.pid(1), signal.SIGSTOP)
     wait_for(lambda: shown.trains(1), "the next generation", seconds=400.0)
-    wait_for(lambda: shown.actions()[0]["state"] == "done", "the end of the action")
-    (action,) = shown.actions()
+    wait_for(lambda: shown.restarts()[0]["state"] == "done", "the end of the action")
+    (action,) = shown.restarts()
     assert "SIGSTOP" in action["reason"]
     starts = job.starts()
     assert [start[:2] for start in starts[:2]] == [["0", starts[0][1]], ["0", starts[1][1]]]
@@ -178,7 +157,7 @@ def test_when_max_restarts_are_used_up_that_is_the_reason_and_nothing_is_done(
     pid = job.pid(1)
     os.kill(pid, signal.SIGSTOP)
     wait_for(
-        lambda: any("is used up on n0" in (one["error"] or "") for one in shown.actions()),
+        lambda: any("is used up on n0" in (one["error"] or "") for one in shown.restarts()),
         "the reason",
         seconds=400.0,
     )
@@ -196,6 +175,6 @@ def test_two_nodes_restart_together_once(
     job, shown = train(server, "n0", "n1", nnodes="2")
     os.kill(job.pid(3), signal.SIGSTOP)
     wait_for(lambda: shown.trains(1), "the next generation", seconds=400.0)
-    wait_for(lambda: shown.actions()[0]["state"] == "done", "the end of the action")
-    assert len(shown.actions()) == 1
+    wait_for(lambda: shown.restarts()[0]["state"] == "done", "the end of the action")
+    assert len(shown.restarts()) == 1
     assert len(job.starts()) == 8, "each rank was started once more"
