@@ -139,12 +139,6 @@ class RepairCluster(Cluster):
         network = () if self.network is None else self.network.inside(node.number)
         return [*self.prefixes.get(node.number, ()), *network, *command]
 
-    def node_environment(self, node: EmulatedNode) -> dict[str, str]:
-        """Return the environment of what runs on a node beside its agent."""
-        prefix = self.prefixes.get(node.number, [])
-        variables = dict(word.split("=", 1) for word in prefix if "=" in word)
-        return self.environment() | variables
-
     def start_agent(self, node: EmulatedNode) -> None:
         if self._has_fake_clock and node.number not in self.prefixes:
             library = self.directory / "fake_clock.so"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,13 +23,6 @@ def _kill(pids: Sequence[int], number: signal.Signals = signal.SIGKILL) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _later(seconds: float, action: Callable[[], object]) -> None:
-    """Run `action` in the background after some seconds."""
-    timer = threading.Timer(seconds, action)
-    timer.daemon = True
-    timer.start()
 
 
 # Ranks

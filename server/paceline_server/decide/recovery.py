@@ -8,7 +8,7 @@ All times are of the server's CLOCK_REALTIME.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -87,9 +87,3 @@ def _spend_phases(spent: dict[str, int], action: ActionView) -> None:
 
 def _spend(spent: dict[str, int], part: str, since_ns: int, until_ns: int) -> None:
     spent[part] = spent.get(part, 0) + max(0, until_ns - since_ns)
-
-
-def seconds_by_part(recovery: RecoveryTimes) -> Mapping[str, float]:
-    """Return the known parts, and `total`, in order."""
-    found = {part: getattr(recovery, f"{part}_seconds") for part in (*PARTS, "total")}
-    return {part: seconds for part, seconds in found.items() if seconds is not None}

@@ -30,7 +30,6 @@ from paceline_server.decide.incidents import (
 from paceline_server.decide.nodes import live_agents, usable_nodes
 from paceline_server.decide.placement import place
 from paceline_server.decide.roll_back import (
-    NON_FINITE,
     can_roll_back,
     is_about_loss,
     tries,
@@ -38,6 +37,7 @@ from paceline_server.decide.roll_back import (
 )
 from paceline_server.decide.types import ActionKind, IncidentView
 from paceline_server.detect.causes.catalog import (
+    NON_FINITE_LOSS,
     blames_no_node,
     can_end_without_fix,
     cannot_resume,
@@ -96,7 +96,7 @@ def _remedy_for_loss(draft: Draft, finding: Finding) -> Remedy | None:
     """Return to a checkpoint before the loss went wrong, as often as the policy allows."""
     if finding.severity != "critical":
         return None  # a spike usually returns by itself
-    is_divergence = finding.cause != NON_FINITE
+    is_divergence = finding.cause != NON_FINITE_LOSS
     before = tries(draft.view, finding)
     blamed = None if blames_no_node(finding.cause) else finding.node
     if is_divergence and draft.policy.loss_rollback == "off":

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from paceline_server.decide.draft import Draft
 from paceline_server.decide.progress import ActionProgress
 from paceline_server.decide.types import Experience, JobView, RolledBack
+from paceline_server.detect.causes.catalog import NON_FINITE_LOSS
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import LOSS
 from paceline_wire.metadata import ROLL_BACK
 
-NON_FINITE = "non-finite loss"
 # Onsets within so many steps are one place in the training. PaLM left out 200 to 500 batches.
 _SAME_STEPS = 500
 _KEPT = 16
@@ -25,7 +25,7 @@ _KEPT = 16
 
 def is_about_loss(finding: Finding) -> bool:
     """Return whether the finding is a loss that makes later steps useless."""
-    return finding.kind == LOSS.name or finding.cause == NON_FINITE
+    return finding.kind == LOSS.name or finding.cause == NON_FINITE_LOSS
 
 
 def can_roll_back(view: JobView) -> bool:

@@ -59,6 +59,7 @@ PROCESS_GONE = "process gone"
 ENDED_EARLY = "ended early"
 STOPPED_ON_REQUEST = "stopped on request"
 OUT_OF_MEMORY = "out of memory"
+NON_FINITE_LOSS = "non-finite loss"
 CHECKPOINT_NOT_WRITTEN = "checkpoint not written"
 CHECKPOINTS_STOPPED = "checkpoints stopped"
 _CANNOT_RESUME = frozenset({PROCESS_STOPPED, PROCESS_GONE})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from paceline_server.detect.causes.catalog import NON_FINITE_LOSS
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.kinds import FAILURE, Kind
@@ -49,7 +50,7 @@ class NonFiniteLossDetector(Detector):
         return [
             self.finding(
                 "failure:loss",
-                cause="non-finite loss",
+                cause=NON_FINITE_LOSS,
                 summary=f"The loss is {loss} at step {step}: all later steps are useless.",
                 now_ns=observation.now_ns,
                 rank=rank if is_own else None,
