@@ -354,11 +354,11 @@ class OwnOptimizer:
 
 
 def own_optimizer() -> None:
-    """Gradients are removed after the next batch is there."""
+    """Gradients are removed after the next batch is there. Each epoch has a loader of its own."""
     model = model_of()
     optimizer = OwnOptimizer(model.parameters())
-    for _ in range(2):
-        for (batch,) in loader(STEPS // 2):
+    for epoch in [loader(STEPS // 2), loader(STEPS // 2)]:
+        for (batch,) in epoch:
             optimizer.zero_grad()
             model(batch).sum().backward()
             optimizer.step()

@@ -111,9 +111,8 @@ class Recognition:
         self._end_evaluation()
 
     def wait_ends(self) -> None:
-        """A batch is there."""
-        if not self.evaluates:
-            self._begin_forward()
+        """A batch is there. Its forward pass begins, also if this may be an evaluation."""
+        self._begin_forward()
 
     def describe(self) -> str:
         """Return in one line what a step is and how it was found; the same on all ranks.
@@ -174,7 +173,7 @@ class Recognition:
         if recorded:
             self._loop.end_wait()
             self._loop.work.add(batch)
-        elif not self.evaluates:
+        else:
             self._begin_forward()
 
     def loader_ends(self, *, recorded: bool) -> None:
