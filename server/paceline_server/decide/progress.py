@@ -41,7 +41,7 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ns: int = 0
     tries: int = 1  # number of times that the stop command was sent
     roll_back_onset: int | None = None  # go back to before this step
-    lost: list[str] = []  # excluded because they were silent; used again if no other node is left
+    lost: list[str] = []  # excluded; used again if no other node is left: silent, or released since
     avoid: list[str] = []  # used only if the job does not fit on the others, the last one first
     checkpoint_commands: dict[str, int] = {}
     cancel_commands: dict[str, int] = {}

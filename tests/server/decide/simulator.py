@@ -325,7 +325,10 @@ class World:
                 self._set(spec.rank, state="attached")
         if node.crashes_at_start:
             node.crashes_at_start -= 1
-            self.crash(command.ranks[0].rank)
+            if command.generation == self.generation:
+                self.crash(command.ranks[0].rank)
+            else:
+                node.processes = []  # of a command that came too late
 
     def _stop(self, node: Node, command: StopGeneration) -> None:
         if not node.obeys_stop:

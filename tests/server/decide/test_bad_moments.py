@@ -241,3 +241,33 @@ def test_a_start_may_take_minutes(world: World) -> None:
     for process in world.processes():
         process.hung = False
     world.until_running(2, seconds=5.0)
+
+
+def test_nodes_that_an_earlier_restart_lost_are_used_once_released(world: World) -> None:
+    world.nodes["node-2"].fails_to_start = True
+    for name, seconds in (("node-3", 4.0), ("node-0", 0.1), ("node-1", 20.0)):
+        world.nodes[name].connected = False
+        world.run(seconds)
+    assert world.started_on(2) == {"node-2", "node-4"}
+    assert world.quarantined["node-1"] == "node-1: node lost."
+    world.until(lambda: "Waiting for nodes" in world.story(), 120.0)
+    for name in ("node-0", "node-1", "node-3"):
+        world.nodes[name].connected = True
+    world.run(30.0)
+    assert world.state == "recovering", "a person has released none"
+    world.nodes["node-1"].quarantined = False
+    world.until(lambda: world.state == "running", 120.0)
+    assert world.started_on(world.generation) == {"node-1", "node-4"}
+
+
+def test_a_job_continues_when_all_its_nodes_were_away_for_longer_than_their_leases(
+    world: World,
+) -> None:
+    for name, seconds in (("node-1", 0.1), ("node-0", 0.1), ("node-2", 1.0), ("node-3", 0.1)):
+        world.nodes[name].connected = False
+        world.run(seconds)
+    world.now_ns += 6_000_000_000  # the server was paused
+    world.until(lambda: "Waiting for nodes" in world.story(), 120.0)
+    for node in world.nodes.values():
+        node.connected = True
+    world.until(lambda: world.state == "running", 120.0)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from paceline_server.decide.budget import not_before_ns
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.incidents import resolve
-from paceline_server.decide.nodes import is_progressing, quarantine
+from paceline_server.decide.nodes import is_progressing
 from paceline_server.decide.progress import (
     ActionProgress,
     enter_phase,
@@ -20,7 +20,11 @@ from paceline_server.decide.progress import (
     set_progress,
     update_detail,
 )
-from paceline_server.decide.restart.place import backoff_text, excluded_nodes
+from paceline_server.decide.restart.place import (
+    backoff_text,
+    excluded_nodes,
+    quarantine_excluded,
+)
 from paceline_server.decide.restart.start import OBSERVES, fail_start
 from paceline_server.decide.types import ActionView, LaunchKind, LaunchRequest, LaunchResult
 
@@ -47,8 +51,7 @@ def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, det
     assert launch is not None, "only a job that a launcher owns has this phase"
     progress = replace(progress, known_step=draft.view.checkpoint_step)
     action = replace(action, exclude_nodes=sorted(excluded_nodes(draft, action)))
-    for agent in action.exclude_nodes:
-        quarantine(draft, agent, progress.why)
+    quarantine_excluded(draft, action)
     detail = f"{detail} {launch.launcher.capitalize()} restarts job {launch.job}.".strip()
     action = enter_phase(draft, action, progress, "launch", detail)
     advance_launch(draft, action)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from paceline_server.decide.budget import fruitless_restarts, not_before_ns
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.incidents import is_fatal, live_findings
-from paceline_server.decide.nodes import quarantine, silent_agents, usable_nodes
+from paceline_server.decide.nodes import live_agents, quarantine, usable_nodes
 from paceline_server.decide.placement import place
 from paceline_server.decide.progress import (
     ActionProgress,
@@ -30,8 +30,13 @@ def enter_place(draft: Draft, action: ActionView, progress: ActionProgress, deta
 
 
 def add_lost_nodes(draft: Draft, action: ActionView, progress: ActionProgress) -> ActionProgress:
-    """Remember the excluded nodes that are silent: they are used again if no other is left."""
-    lost = excluded_nodes(draft, action) & silent_agents(draft)
+    """Remember the excluded nodes that are silent: they are used again if no other is left.
+
+    So are those that an earlier restart put into quarantine, once a person has released them.
+    """
+    quarantined = {node.agent_id for node in draft.view.nodes if node.quarantined}
+    excluded = excluded_nodes(draft, action)
+    lost = (excluded - live_agents(draft)) | (excluded & quarantined)
     return replace(progress, lost=sorted(lost.union(progress.lost)))
 
 
@@ -63,8 +68,7 @@ def advance_place(draft: Draft, action: ActionView) -> None:
         return
     without -= {rank.agent_id for rank in layout.ranks}
     action = replace(action, exclude_nodes=sorted(without))
-    for agent in action.exclude_nodes:
-        quarantine(draft, agent, progress.why)
+    quarantine_excluded(draft, action)
     draft.restarted = Restarted(
         generation=draft.generation + 1,
         at_ns=draft.now_ns,
@@ -89,7 +93,8 @@ def _choices(
     """Yield (nodes to exclude, whether the job may shrink), the best choice first."""
     for count in range(len(progress.avoid), 0, -1):
         yield without | set(progress.avoid[:count]), False
-    # First only healthy nodes, then also lost nodes that are back, then also nodes that lost a GPU.
+    # First only healthy nodes, then also lost or released nodes that are back, then also nodes that
+    # lost a GPU.
     lost = set(progress.lost)
     for readmitted in (set[str](), lost, lost | _degraded_nodes(draft)):
         yield without - readmitted, True
@@ -97,8 +102,20 @@ def _choices(
 
 def excluded_nodes(draft: Draft, action: ActionView) -> set[str]:
     """Return the nodes excluded when the action began, and those found faulty since."""
-    return set(action.exclude_nodes) | {
-        finding.node
+    return {*action.exclude_nodes, *_faulty_nodes(draft, action)}
+
+
+def quarantine_excluded(draft: Draft, action: ActionView) -> None:
+    """Quarantine the nodes that the action excludes, each for its own fault where one is known."""
+    faults = _faulty_nodes(draft, action)
+    for agent in action.exclude_nodes:
+        quarantine(draft, agent, faults.get(agent, progress_of(action).why))
+
+
+def _faulty_nodes(draft: Draft, action: ActionView) -> dict[str, str]:
+    """Return the nodes that a fatal finding suspects, each with a summary of that finding."""
+    return {
+        finding.node: finding.summary
         for incident in draft.incidents()
         if action.action_id in incident.action_ids
         for finding in live_findings(incident)
