@@ -8,8 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ports import free_port
+
+# What this torch can do on a CPU without Paceline: FSDP2 of 2.6 needs streams, and pipelines of 2.7
+# to 2.10 hang or abort on gloo.
+KINDS = [
+    "ddp",
+    *["fsdp2"] * (torch.__version__ >= (2, 7)),
+    "tp",
+    *["pp"] * (torch.__version__ >= (2, 11)),
+]
 
 # Each parallelism in turn. With four ranks, FSDP2 and tensor parallelism are combined.
 TRAINER = """
@@ -23,6 +33,7 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 if os.environ["PACELINE_RING_DIRECTORY"]:
     paceline.init()
 WIDTH = 32
+KINDS = os.environ["KINDS"].split()
 def layers(count):
     torch.manual_seed(1)
     made = [layer for _ in range(count) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
@@ -61,12 +72,14 @@ def pipeline():
 bucket = WIDTH * (WIDTH + 1) * 4 / 2**20
 train("ddp", nn.parallel.DistributedDataParallel(layers(12), bucket_cap_mb=bucket))
 mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-train("fsdp2", shard(layers(4), mesh))
+if "fsdp2" in KINDS:
+    train("fsdp2", shard(layers(4), mesh))
 train("tp", split(layers(4), dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))))
-if ranks == 4:
+if ranks == 4 and "fsdp2" in KINDS:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     train("fsdp2_tp", shard(split(layers(4), mesh["tp"]), mesh["dp"]))
-pipeline()
+if "pp" in KINDS:
+    pipeline()
 paceline.finish()
 dist.destroy_process_group()
 sys.stdout.flush()
@@ -111,6 +124,7 @@ def outputs(source: str, ring_directory: str, pure: str = "", ranks: int = 2) ->
         "MASTER_PORT": str(free_port()),
         "OTHER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
+        "KINDS": " ".join(KINDS),
     }
     processes = [
         subprocess.Popen(
@@ -139,8 +153,8 @@ def test_weights_after_50_steps_are_bit_equal_with_and_without_the_hooks(
 ) -> None:
     without = outputs(TRAINER, "", ranks=ranks)
     with_hooks = outputs(TRAINER, str(tmp_path), pure, ranks)
-    kinds = ["ddp", "fsdp2", "tp", *["fsdp2_tp"] * (ranks == 4), "pp"]
-    assert [line.split()[0] for line in without[0].splitlines()] == kinds
+    kinds = [line.split()[0] for line in without[0].splitlines()]
+    assert [kind for kind in kinds if kind != "fsdp2_tp"] == KINDS
     assert with_hooks == without
     assert len(list(tmp_path.glob("*.ring"))) == ranks
 

@@ -63,6 +63,7 @@ constexpr Operator OPERATORS[] = {
     {"alltoall_base_", ALL_TO_ALL, 1},
     {"reduce_", REDUCE, 0},
     {"gather_", GATHER, 1},
+    {"gather_into_tensor_", GATHER, 1},
     {"scatter_", SCATTER, 0},
     {"send", SEND, 0},
     {"recv_", RECV, 0},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from paceline.collectives.operations import OPERATORS, read_signature
+from paceline.collectives.operations import ADDED, OPERATORS, read_signature
 from paceline_wire.coverage import OLDEST_TORCH, release_of
 
 # Backends whose waits are recorded. Others may have a class of `Work` with a wait of its own.
@@ -30,15 +30,17 @@ def reason_of_release(torch_version: str) -> str | None:
 def reason_of_operators(torch: Any) -> str | None:
     """Return which operators of this torch are not recorded; None if all are."""
     space = torch.ops.c10d
+    names = torch._C._dispatch_get_all_op_names()
+    present = {name.partition("::")[2].partition(".")[0] for name in names if "c10d::" in name[:6]}
     unread = []
     for name, (op, payload) in OPERATORS.items():
+        if name in ADDED - present:
+            continue
         try:
             arguments = getattr(space, name).default._schema.arguments
             read_signature(op, payload, [argument.name for argument in arguments])
         except (AttributeError, LookupError):
             unread.append(name)
-    names = torch._C._dispatch_get_all_op_names()
-    present = {name.partition("::")[2].partition(".")[0] for name in names if "c10d::" in name[:6]}
     unread += sorted(present - OPERATORS.keys() - _NO_COMMUNICATION)
     if not unread:
         return None

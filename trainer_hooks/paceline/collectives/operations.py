@@ -30,11 +30,13 @@ OPERATORS: Mapping[str, tuple[Op, int | None]] = {
     "alltoall_base_": (Op.ALL_TO_ALL, 1),
     "reduce_": (Op.REDUCE, 0),
     "gather_": (Op.GATHER, 1),
+    "gather_into_tensor_": (Op.GATHER, 1),
     "scatter_": (Op.SCATTER, 0),
     "send": (Op.SEND, 0),
     "recv_": (Op.RECV, 0),
     "recv_any_source_": (Op.RECV, 0),
 }
+ADDED = frozenset({"gather_into_tensor_"})  # by torch 2.14, where gloo has no such call
 TRANSFERS = (Op.SEND, Op.RECV)
 
 
