@@ -135,7 +135,11 @@ def outputs(source: str, ring_directory: str, pure: str = "", ranks: int = 2) ->
         )
         for rank in range(ranks)
     ]
-    printed = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    try:
+        printed = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0] * ranks
     return ["\n".join(line for line in lines if "[Gloo]" not in line) for lines in printed]
 
