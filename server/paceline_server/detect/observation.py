@@ -179,6 +179,7 @@ class Observation:
     # by agent_id: how much longer the delivery of its newest batch took than that of its fastest
     # one
     lateness_ns: Mapping[str, int] = field(default_factory=dict)
+    others_seen_ns: int = 0  # when the newest batch of a node without ranks of the job was received
     # Ranks of earlier runs that were seen since this generation began, if a launcher counts runs.
     earlier_ranks: Sequence[EarlierRank] = ()
     # Kinds of the findings of earlier detectors that are not cleared.

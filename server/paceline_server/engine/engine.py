@@ -111,8 +111,13 @@ class Engine:
         if self._running is not None:
             self._running.feed(batch, received_ns, shift_ns)
 
-    def tick(self, now_ns: int) -> Outcome:
-        """Return the changes since the last tick, as of `now_ns` (server's CLOCK_REALTIME)."""
+    def tick(self, now_ns: int, others_seen_ns: int = 0) -> Outcome:
+        """Return the changes since the last tick.
+
+        Args:
+            now_ns: server's CLOCK_REALTIME.
+            others_seen_ns: when the newest batch of a node without ranks of the job was received.
+        """
         running = self._running
         if running is None:
             return Outcome(ledger=self.ledger(now_ns), highest_step=self._highest_step)
@@ -128,7 +133,12 @@ class Engine:
         findings = []
         if not self._suspended:
             findings = running.detect(
-                now_ns, steps, self._last_seen_ns, self._lateness_ns, self._telemetry
+                now_ns,
+                steps,
+                self._last_seen_ns,
+                others_seen_ns,
+                self._lateness_ns,
+                self._telemetry,
             )
         left_over, self._left_over = self._left_over, []
         return Outcome(

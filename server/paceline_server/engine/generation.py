@@ -307,6 +307,7 @@ class RunningGeneration:
         now_ns: int,
         steps: list[StepSummary],
         last_seen_ns: Mapping[str, int],
+        others_seen_ns: int,
         lateness_ns: Mapping[str, int],
         telemetry: Telemetry,
     ) -> list[Finding]:
@@ -324,6 +325,7 @@ class RunningGeneration:
             device_events=device_events,
             ranks=self._ranks,
             last_seen_ns=last_seen_ns,
+            others_seen_ns=others_seen_ns,
             lateness_ns=lateness_ns,
             exited=self._exited,
             losses=self._losses,

@@ -24,7 +24,7 @@ class Detected:
 
 def detect(memory: JobMemory, snapshot: Snapshot, fed: Fed, now_ns: int) -> Detected:
     as_of_ns = _as_of_ns(snapshot, now_ns)
-    outcome = _conclude(memory, now_ns, as_of_ns)
+    outcome = _conclude(memory, snapshot, now_ns, as_of_ns)
     acknowledged = merge(snapshot.acknowledged, snapshot.new_acknowledged)
     before = snapshot.columns
     spec = replace_fields(before.spec, metadata=dict(fed.metadata))
@@ -51,10 +51,12 @@ def _as_of_ns(snapshot: Snapshot, now_ns: int) -> int:
     return min(now_ns, snapshot.log[-1].received_ns) if snapshot.behind else now_ns
 
 
-def _conclude(memory: JobMemory, now_ns: int, as_of_ns: int) -> Outcome | None:
-    if not memory.warm_up.is_done(memory.ranks.agents, now_ns):
+def _conclude(memory: JobMemory, snapshot: Snapshot, now_ns: int, as_of_ns: int) -> Outcome | None:
+    own = memory.ranks.agents
+    if not memory.warm_up.is_done(own, now_ns):
         return None
-    outcome = memory.engine.tick(as_of_ns)
+    others = (node.last_seen_ns for node in snapshot.nodes if node.agent_id not in own)
+    outcome = memory.engine.tick(as_of_ns, max(others, default=0))
     outcome.steps[:0] = memory.rebuilt.steps
     outcome.findings[:0] = memory.rebuilt.findings
     memory.rebuilt = Outcome()

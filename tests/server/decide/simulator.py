@@ -328,7 +328,7 @@ class World:
             if command.generation == self.generation:
                 self.crash(command.ranks[0].rank)
             else:
-                node.processes = []  # of a command that came too late
+                node.processes = []  # the command came too late
 
     def _stop(self, node: Node, command: StopGeneration) -> None:
         if not node.obeys_stop:

@@ -419,6 +419,24 @@ def test_all_nodes_silent_at_once_means_a_network_problem_of_the_server(job):
     assert [each.node for each in silent(job, 6)] == ["node-2"]
 
 
+def test_all_nodes_of_a_job_are_lost_if_others_respond_for_a_minute(job):
+    job.others_respond = True
+    job.muted_nodes = set(job.nodes)
+    assert silent(job, 58) == []
+    assert {each.node for each in silent(job, 4)} == set(job.nodes)
+    assert silent(job, 20) == []
+
+
+def test_that_minute_begins_again_after_a_pause_of_the_server_or_of_the_others(job):
+    job.muted_nodes = set(job.nodes)
+    for responds in (True, False, True):
+        job.others_respond = responds
+        assert silent(job, 58) == []
+    job.now_ns += 600_000_000_000
+    assert silent(job, 58) == []
+    assert len(silent(job, 4)) == len(job.nodes)
+
+
 def test_the_only_rank_known_to_have_lost_a_connection_is_not_blamed(job):
     job.exit(3, exit_code=1, log_tail=RESET)
     for rank in (2, 7):  # ended by their launchers, which do not report how

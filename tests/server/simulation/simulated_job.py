@@ -81,6 +81,7 @@ class SimulatedJob:
         self.host_factor = 1.0  # multiplies every rank's times: the whole host is slow
         self.spike_probability = 0.0
         self.muted_nodes: set[str] = set()
+        self.others_respond = False  # nodes without ranks of this job
         self.outcomes: list[Outcome] = []
         self._rows: dict[int, list[tuple[int, ...]]] = {}
         self._heads: dict[int, int] = {}
@@ -314,7 +315,7 @@ class SimulatedJob:
         return self.tick(received_ns)
 
     def tick(self, now_ns: int) -> Outcome:
-        outcome = self.engine.tick(now_ns)
+        outcome = self.engine.tick(now_ns, now_ns if self.others_respond else 0)
         self.outcomes.append(outcome)
         return outcome
 

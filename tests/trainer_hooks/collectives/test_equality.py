@@ -12,8 +12,8 @@ import torch
 
 from tests.ports import free_port
 
-# What this torch can do on a CPU without Paceline: FSDP2 of 2.6 needs streams, and pipelines of 2.7
-# to 2.10 hang or abort on gloo.
+# Parallelisms that this torch has on a CPU, with Paceline or without: FSDP2 of 2.6 needs streams,
+# and pipelines of 2.7 to 2.10 hang or abort on gloo.
 KINDS = [
     "ddp",
     *["fsdp2"] * (torch.__version__ >= (2, 7)),

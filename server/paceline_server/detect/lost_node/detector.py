@@ -20,9 +20,11 @@ class LostNodeDetector(Detector):
     """Finding kind `failure`, cause `node lost`, fingerprint `failure:node:AGENT`.
 
     Silence counts only while the server itself was receiving: after a pause of the server, every
-    node looks silent. If all of several nodes are silent at once, the server's own network is down
-    and nothing is reported. If batches of other nodes arrive late, because the server was stopped,
-    is overloaded or rejects what it cannot store, the lease is extended by that delay.
+    node looks silent. If all of several nodes are silent at once, the network is more likely to be
+    down than all of them, so that they are lost only after a longer time in which other nodes of
+    the fleet respond; without such nodes nothing is reported. If batches of other nodes arrive
+    late, because the server was stopped, is overloaded or rejects what it cannot store, the lease
+    is extended by that delay.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (FAILURE,)
@@ -35,6 +37,7 @@ class LostNodeDetector(Detector):
         self.settings = settings
         self._receiving_since_ns: int | None = None
         self._last_tick_ns = 0
+        self._witnessed_since_ns: int | None = None  # other nodes respond
         self._lost: dict[str, Finding] = {}
         self._delay_seconds = 0.0
         self._ranks_on: dict[str, list[int]] = defaultdict(list)
@@ -45,6 +48,8 @@ class LostNodeDetector(Detector):
         pause_ns = int(self.settings.own_pause_seconds * 1e9)
         if self._receiving_since_ns is None or observation.now_ns - self._last_tick_ns > pause_ns:
             self._receiving_since_ns = observation.now_ns
+            self._witnessed_since_ns = None
+        self._watch_others(observation)
         elapsed = (observation.now_ns - self._last_tick_ns) / 1e9
         self._last_tick_ns = observation.now_ns
         nodes = sorted(self._ranks_on)
@@ -58,10 +63,12 @@ class LostNodeDetector(Detector):
         lease += self._delay_seconds
         newest_ns = max((observation.last_seen_ns.get(node, 0) for node in nodes), default=0)
         if len(nodes) > 1 and (observation.now_ns - newest_ns) / 1e9 >= lease:
-            self._receiving_since_ns = (
-                observation.now_ns
-            )  # gives the others a full lease once one responds
-            return []
+            seconds = self._all_silent_seconds(newest_ns, observation)
+            if seconds < lease * self.settings.leases_of_all:
+                # Gives the others a full lease once one responds.
+                self._receiving_since_ns = observation.now_ns
+                return []
+            silence = dict.fromkeys(nodes, seconds)
         findings = []
         for node, seconds in silence.items():
             if seconds >= lease and node not in self._lost:
@@ -69,6 +76,20 @@ class LostNodeDetector(Detector):
                 findings.append(self._lost[node])
         # Not cleared if the node responds again: its ranks may have died meanwhile.
         return findings
+
+    def _watch_others(self, observation: Observation) -> None:
+        """Note since when the server has received from other nodes without a pause."""
+        others_silent_ns = observation.now_ns - observation.others_seen_ns
+        if others_silent_ns >= self.policy.node_lease_seconds * 1e9:
+            self._witnessed_since_ns = None
+        elif self._witnessed_since_ns is None:
+            self._witnessed_since_ns = observation.now_ns
+
+    def _all_silent_seconds(self, newest_ns: int, observation: Observation) -> float:
+        """Return for how long other nodes have responded and none of the job; 0: none does."""
+        if self._witnessed_since_ns is None:
+            return 0.0
+        return (observation.now_ns - max(newest_ns, self._witnessed_since_ns)) / 1e9
 
     def _lateness_seconds(self, responding: list[str], observation: Observation) -> float:
         """Return the 90th percentile of lateness, without values caused by clock changes."""
