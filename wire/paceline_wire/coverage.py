@@ -7,7 +7,7 @@ NOT_RECORDED = "communication_not_recorded"  # why some or all of it is not; abs
 TORCH = "torch"  # its version
 
 OLDEST_TORCH = (2, 6)
-NEWEST_TORCH = (2, 13)  # the newest tested one; later ones are recorded if their operators fit
+NEWEST_TORCH = (2, 14)  # the newest tested one; later ones are recorded if their operators fit
 
 
 def release_of(torch_version: str) -> tuple[int, int] | None:

@@ -336,7 +336,7 @@ def ring_of(
     ("torch", "reported", "seen", "evidence"),
     [
         ("2.13.0+cu130", {RECORDER: "Python"}, YES, "torch 2.13.0+cu130, recorded by Python"),
-        ("2.99.0", {RECORDER: "C++ library"}, PARTLY, "tested with torch 2.6 to 2.13"),
+        ("2.99.0", {RECORDER: "C++ library"}, PARTLY, "tested with torch 2.6 to 2.14"),
         (
             "2.4.1",
             {RECORDER: "none", NOT_RECORDED: "torch 2.4.1 is older than 2.6"},
@@ -365,4 +365,4 @@ def test_ended_ranks_are_no_evidence(tmp_path: Path) -> None:
     (row,) = communication.of_ranks(
         AgentSettings(server_url="http://127.0.0.1:1", node_directory=tmp_path)
     )
-    assert (row.seen, row.evidence) == (YES, "no rank runs here; recorded with torch 2.6 to 2.13")
+    assert (row.seen, row.evidence) == (YES, "no rank runs here; recorded with torch 2.6 to 2.14")
