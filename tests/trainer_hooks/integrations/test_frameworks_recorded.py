@@ -95,6 +95,8 @@ def test_deepspeed(run_ranks: Run) -> None:
         ("pipeline 2", 4, "dp2 pp2 (from DeepSpeed groups)"),
         ("pipeline 2 model 2", 8, "dp2 pp2 tp2 (from DeepSpeed groups)"),
         ("sequence 2", 4, "dp2 cp2 (from DeviceMesh)"),
+        ("experts 2", 4, "dp2 ep2 (from DeepSpeed groups)"),
+        ("tensor 2", 4, "dp2 tp2 (from DeviceMesh)"),
     ],
 )
 def test_the_topology_is_that_of_deepspeeds_groups(
