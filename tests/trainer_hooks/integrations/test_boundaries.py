@@ -10,8 +10,10 @@ import paceline
 from paceline.integrations.boundaries import (
     Between,
     LeadingOptimizer,
+    NotResumedError,
     StepBoundaries,
     follow,
+    never_raises,
     surround,
 )
 from paceline.saves import completed_steps
@@ -51,6 +53,32 @@ def test_a_step_that_is_not_complete_is_dropped(
     boundaries.take()
     boundaries.begin(0)
     boundaries.next()
+    boundaries.release()
+    assert steps(reader) == [0]
+
+
+def test_a_job_that_has_saved_does_not_begin_anew(
+    reader: RingReader, boundaries: StepBoundaries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_SAVED_STEP", "940")
+    boundaries.take()
+    with pytest.raises(NotResumedError, match="checkpoint of step 940, found step 0"):
+        never_raises(boundaries.resume)(0)
+    boundaries.resume(920)  # the newest one may be damaged
+    boundaries.release()
+    boundaries.take()
+    boundaries.resume(0)  # the script's next training
+    assert boundaries.step == 0
+
+
+@pytest.mark.parametrize("saved", ["", "0"])
+def test_a_job_that_has_not_saved_begins_with_step_0(
+    reader: RingReader, boundaries: StepBoundaries, monkeypatch: pytest.MonkeyPatch, saved: str
+) -> None:
+    monkeypatch.setenv("PACELINE_SAVED_STEP", saved)
+    boundaries.take()
+    boundaries.resume(0)
+    boundaries.complete()
     boundaries.release()
     assert steps(reader) == [0]
 

@@ -7,6 +7,8 @@ whose loop is the script's, has them while no trainer does.
 
 from __future__ import annotations
 
+import os
+import socket
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -33,6 +35,10 @@ R = TypeVar("R")
 _marking: StepBoundaries | None = None  # whose steps are recorded in this process
 
 
+class NotResumedError(Exception):
+    """A training that has saved would begin anew, and replace what it has saved."""
+
+
 class StepBoundaries:
     """The steps of one training of one framework, and their parts.
 
@@ -47,6 +53,7 @@ class StepBoundaries:
         self._is_complete = False  # the optimizer stepped; the next begin ends the step
         self._microbatch = 0  # number in the step
         self._parts: dict[Op, Timed] = {}  # in progress
+        self.has_resumed = False  # a training has begun in this process
 
     def take(self) -> None:
         """Mark the steps of this process from now on, also if another adapter did so before."""
@@ -63,6 +70,24 @@ class StepBoundaries:
         if _marking is None:
             self.take()
         return _marking is self
+
+    def resume(self, step: int) -> None:
+        """Begin the training with the step to which its trainer has resumed.
+
+        Raises:
+            NotResumedError: `paceline run` has started the job again, it is known to have saved
+                (`PACELINE_SAVED_STEP`), and this rank found nothing: its node may lack the mount.
+        """
+        saved = os.environ.get("PACELINE_SAVED_STEP") or "0"
+        if step == 0 and saved != "0" and not self.has_resumed:
+            raise NotResumedError(
+                f"expected to resume from the checkpoint of step {saved}, found step 0 on "
+                f"{socket.gethostname()}: its trainer has loaded no checkpoint. Check the mount of "
+                "the checkpoints, and that the script resumes (such as "
+                "resume_from_checkpoint). To train anew, start a new job."
+            )
+        self.has_resumed = True
+        self.begin(step)
 
     @property
     def are_marked(self) -> bool:
@@ -139,12 +164,17 @@ class StepBoundaries:
 
 
 def never_raises(method: Callable[P, object]) -> Callable[P, None]:
-    """Log an error of an adapter's callback once, and hide it from the framework."""
+    """Log an error of an adapter's callback once, and hide it from the framework.
+
+    Only `NotResumedError` passes.
+    """
 
     @wraps(method)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             method(*args, **kwargs)
+        except NotResumedError:
+            raise
         except Exception as error:
             log_once(method.__qualname__, "paceline: %s failed: %s", method.__qualname__, error)
 

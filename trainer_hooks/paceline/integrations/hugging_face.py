@@ -40,7 +40,7 @@ class PacelineCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._boundaries.take()
         expect_steps(state.max_steps)
-        self._boundaries.begin(state.global_step)
+        self._boundaries.resume(state.global_step)
 
     @never_raises
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -54,7 +54,7 @@ class LightningCallback(_package.Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _boundaries.take()
         expect_steps(trainer.max_steps)  # -1: the epochs are limited
-        _boundaries.begin(trainer.global_step)
+        _boundaries.resume(trainer.global_step)
 
     @never_raises
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
