@@ -2,7 +2,8 @@
 
 Python asks the finders of `sys.meta_path` for each module that is not loaded yet. Ours knows a few
 names; it lets the others find the module, and calls the adapter's `attach(module)` after the module
-has run. Modules that were imported before are attached at once.
+has run. Modules that were imported before are attached at once. One that imports torch, and so this
+package, is not complete yet: it is attached when its import ends.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def watch() -> None:
     loaded = ADAPTERS.keys() & sys.modules.keys()
     sys.meta_path.insert(0, FrameworkFinder({n: a for n, a in ADAPTERS.items() if n not in loaded}))
     for name in loaded:
-        attach(ADAPTERS[name], sys.modules[name])
+        spec = sys.modules[name].__spec__
+        if spec is not None and getattr(spec, "_initializing", False):
+            spec.__class__ = UnfinishedSpec
+        else:
+            attach(ADAPTERS[name], sys.modules[name])
 
 
 def is_imported_by_script() -> bool:
@@ -66,6 +71,22 @@ def attach(adapter: str, module: ModuleType) -> None:
         logging.getLogger(__name__).warning(
             "paceline: %s is not used for %s: %s", adapter, module.__name__, error
         )
+
+
+class UnfinishedSpec(ModuleSpec):
+    """The spec of a module of ADAPTERS that is being imported; attaches when that has ended."""
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(vars(self)["_initializing"])
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:  # by Python's import system
+        vars(self)["_initializing"] = value
+        if not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            if (module := sys.modules.get(self.name)) is not None:
+                attach(ADAPTERS[self.name], module)
 
 
 class FrameworkFinder(importlib.abc.MetaPathFinder):

@@ -2,8 +2,10 @@
 
 import sys
 
+from transformers import Trainer, TrainingArguments  # isort: skip - nothing imports torch before
+
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel
 
 
 class Tokens(torch.utils.data.Dataset):
