@@ -39,6 +39,7 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     known_step: int | None = None  # newest known checkpoint when the new generation started
     first_step: int | None = None  # first step that the new generation finished
     deadline_ns: int = 0
+    exits_seen_ns: int = 0  # when the new generation was first seen to have lost a rank
     tries: int = 1  # number of times that the stop command was sent
     roll_back_onset: int | None = None  # go back to before this step
     lost: list[str] = []  # excluded; used again if no other node is left: silent, or released since

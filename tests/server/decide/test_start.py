@@ -77,3 +77,30 @@ def test_processes_that_run_and_report_nothing_are_never_killed(mode: str) -> No
     assert (world.state, world.generation) == ("running", 1)
     assert not any(isinstance(one.command, StopGeneration) for one in world.commands)
     assert "training is not observed" in world.one_action("start").phases[-1].detail
+
+
+@pytest.mark.parametrize("explained", [True, False])
+def test_the_rank_that_failed_is_to_blame_and_not_a_peer_that_ended_before_it(
+    explained: bool,
+) -> None:
+    world = World()
+    world.until_running(1)
+    world.detects = False
+    world.crash(3)
+    world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
+    world.step_seconds = 1e9
+    world.until(lambda: world.phase() == "observe")
+    world.crash(0, exit_code=1)  # it lost its connection
+    world.run(1.0)
+    assert world.one_action("restart").state == "running"
+    world.crash(6, exit_code=1)
+    if explained:
+        world.tick((world._fatal("failure", "missing mount", 6, "node-3"),))
+    else:
+        world.run(2.0)
+    failed, following = world.restart_actions()
+    assert failed.state == "failed"
+    rank = "Rank 6 (node-3)" if explained else "Rank 0 (node-0)"
+    assert failed.error == f"{rank} exited with code 1 before its first step."
+    avoids_nodes = "if possible not on node-3" in following.reason
+    assert avoids_nodes == explained, "else nothing shows whose fault it is"

@@ -21,9 +21,12 @@ from paceline_server.decide.progress import (
 from paceline_server.decide.roll_back import roll_back_environment
 from paceline_server.decide.types import ActionView, NodeView, Phase, RankView
 from paceline_server.decide.wording import exit_text, join_names, join_numbers
+from paceline_server.detect.kinds import FAILURE
 from paceline_wire.commands import Command, PreloadRanks, RankSpec, StartRanks
 
 _ERROR_CHARACTERS = 300
+# Ranks that lost a peer often end before it: so long a detector has to name the one that failed.
+_EXPLANATION_NS = 2_000_000_000
 OBSERVES = "All ranks are started; waiting for each to finish a step."
 # Phases without training, besides the wait for nodes.
 _PAUSES = ("stop", "launch", "start", "observe")
@@ -199,10 +202,14 @@ def _resumed_step(draft: Draft, progress: ActionProgress) -> int | None:
 
 def _fail_on_trouble(draft: Draft, action: ActionView) -> bool:
     """End the action if the new generation does not train; `propose` decides what follows."""
-    trouble, node = _start_trouble(draft, progress_of(action))
+    progress = progress_of(action)
+    if _dead_ranks(draft) and not progress.exits_seen_ns:
+        progress = replace(progress, exits_seen_ns=draft.now_ns)
+        action = set_progress(draft, action, progress)
+    trouble, node = _start_trouble(draft, progress)
     if trouble is None:
-        return False
-    action = set_progress(draft, action, replace(progress_of(action), node=node))
+        return bool(progress.exits_seen_ns)  # the cause of the exits is not known yet
+    action = set_progress(draft, action, replace(progress, node=node))
     fail_start(draft, action, trouble)
     return True
 
@@ -225,16 +232,16 @@ def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, 
         if draft.view.command_results.get(command_id) is False:
             error = draft.view.command_errors.get(command_id, "").rstrip(".")[:_ERROR_CHARACTERS]
             return f"{agent} could not start its ranks{error and f': {error}'}.", agent
-    dead = [
-        rank
-        for rank in draft.ranks
-        if rank.state == "exited" and (rank.exit_code != 0 or rank.commanded)
-    ]
-    if dead:
+    if dead := _dead_ranks(draft):
+        culprits = [rank for rank in dead if rank.rank in _failed_first(draft)]
+        if not culprits and draft.now_ns - progress.exits_seen_ns < _EXPLANATION_NS:
+            return None, None
+        first = (culprits or dead)[0]
         # If ranks of several nodes died, none of the nodes is known to be to blame.
-        node = dead[0].agent_id if len({rank.agent_id for rank in dead}) == 1 else None
-        rank = f"Rank {dead[0].rank} ({dead[0].agent_id})"
-        return f"{rank} {exit_text(dead[0])} before its first step.", node
+        is_known = bool(culprits) or len({rank.agent_id for rank in dead}) == 1
+        rank = f"Rank {first.rank} ({first.agent_id})"
+        text = f"{rank} {exit_text(first)} before its first step."
+        return text, first.agent_id if is_known else None
     for agent in sorted(silent_agents(draft)):
         return f"{agent} stopped responding during the start.", agent
     for finding in fatal_findings(draft):
@@ -243,6 +250,23 @@ def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, 
         late = {rank.rank for rank in draft.ranks if rank.step is None}
         return f"Ranks {join_numbers(late)} did not finish a step in time.", None
     return None, None
+
+
+def _dead_ranks(draft: Draft) -> list[RankView]:
+    return [
+        rank
+        for rank in draft.ranks
+        if rank.state == "exited" and (rank.exit_code != 0 or rank.commanded)
+    ]
+
+
+def _failed_first(draft: Draft) -> set[int]:
+    """Return the ranks whose exit is a cause, not a consequence of their peers' exits."""
+    return {
+        finding.rank
+        for finding in fatal_findings(draft)
+        if finding.kind == FAILURE.name and finding.rank is not None
+    }
 
 
 def _may_end_late_start(draft: Draft) -> bool:
