@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 
-LATE_SECONDS = 0.1
+LATE_SECONDS = 0.3
 WIDTH = 64
 BUCKETS = 3  # buckets of a DistributedDataParallel model: one per layer
 

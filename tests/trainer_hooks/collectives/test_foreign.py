@@ -20,7 +20,7 @@ FSDP2 = "fully_sharded"
 RELEASE = tuple(map(int, version("torch").split(".")[:2]))
 needs_fsdp2 = pytest.mark.skipif(RELEASE < (2, 7), reason="FSDP2 did not run on the CPU")
 LAYER_BYTES = 64 * 64 * 4
-LATE_NS = 100_000_000
+LATE_NS = 300_000_000
 
 
 def during(spans: list[Span], scenario: str) -> list[Span]:

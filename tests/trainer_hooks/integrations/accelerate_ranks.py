@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
+from accelerate import Accelerator  # isort: skip - nothing imports torch before
+
 import torch
-from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 
