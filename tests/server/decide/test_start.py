@@ -100,7 +100,9 @@ def test_the_rank_that_failed_is_to_blame_and_not_a_peer_that_ended_before_it(
         world.run(2.0)
     failed, following = world.restart_actions()
     assert failed.state == "failed"
-    rank = "Rank 6 (node-3)" if explained else "Rank 0 (node-0)"
-    assert failed.error == f"{rank} exited with code 1 before its first step."
+    if explained:
+        assert failed.error == "Rank 6: missing mount. It had finished no step."
+    else:
+        assert failed.error == "Rank 0 (node-0) exited with code 1 before its first step."
     avoids_nodes = "if possible not on node-3" in following.reason
     assert avoids_nodes == explained, "else nothing shows whose fault it is"

@@ -21,6 +21,7 @@ from paceline_server.decide.progress import (
 from paceline_server.decide.roll_back import roll_back_environment
 from paceline_server.decide.types import ActionView, NodeView, Phase, RankView
 from paceline_server.decide.wording import exit_text, join_names, join_numbers
+from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE
 from paceline_wire.commands import Command, PreloadRanks, RankSpec, StartRanks
 
@@ -233,15 +234,15 @@ def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, 
             error = draft.view.command_errors.get(command_id, "").rstrip(".")[:_ERROR_CHARACTERS]
             return f"{agent} could not start its ranks{error and f': {error}'}.", agent
     if dead := _dead_ranks(draft):
-        culprits = [rank for rank in dead if rank.rank in _failed_first(draft)]
-        if not culprits and draft.now_ns - progress.exits_seen_ns < _EXPLANATION_NS:
+        cause = _cause_of_exits(draft, dead)
+        if cause is not None:
+            return f"{cause.summary} It had finished no step.", cause.node
+        if draft.now_ns - progress.exits_seen_ns < _EXPLANATION_NS:
             return None, None
-        first = (culprits or dead)[0]
         # If ranks of several nodes died, none of the nodes is known to be to blame.
-        is_known = bool(culprits) or len({rank.agent_id for rank in dead}) == 1
-        rank = f"Rank {first.rank} ({first.agent_id})"
-        text = f"{rank} {exit_text(first)} before its first step."
-        return text, first.agent_id if is_known else None
+        node = dead[0].agent_id if len({rank.agent_id for rank in dead}) == 1 else None
+        rank = f"Rank {dead[0].rank} ({dead[0].agent_id})"
+        return f"{rank} {exit_text(dead[0])} before its first step.", node
     for agent in sorted(silent_agents(draft)):
         return f"{agent} stopped responding during the start.", agent
     for finding in fatal_findings(draft):
@@ -260,13 +261,11 @@ def _dead_ranks(draft: Draft) -> list[RankView]:
     ]
 
 
-def _failed_first(draft: Draft) -> set[int]:
-    """Return the ranks whose exit is a cause, not a consequence of their peers' exits."""
-    return {
-        finding.rank
-        for finding in fatal_findings(draft)
-        if finding.kind == FAILURE.name and finding.rank is not None
-    }
+def _cause_of_exits(draft: Draft, dead: Sequence[RankView]) -> Finding | None:
+    """Return the finding about the rank that failed, of which its peers' exits are consequences."""
+    numbers = {rank.rank for rank in dead}
+    found = (one for one in fatal_findings(draft) if one.kind == FAILURE.name)
+    return next((one for one in found if one.rank in numbers), None)
 
 
 def _may_end_late_start(draft: Draft) -> bool:
