@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline_demo.cluster import MARK, processes_with
+from paceline_demo.cluster import MARK, die_with_parent, processes_with
 
 _INSTALL_SECONDS = 180
 
@@ -71,6 +71,7 @@ class PeerProcesses:
                 command,
                 stdout=log,
                 stderr=log,
+                preexec_fn=die_with_parent,
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
