@@ -45,10 +45,13 @@ _RESTART_SECONDS = 1.0
 _MAXIMUM_MESSAGE_BYTES = 1 << 17
 
 
+NoticeKind = Literal["work", "urgent", "commands", "changes"]
+
+
 class CommitNotice(msgspec.Struct, tag="woken"):
     """A commit that waiters of this kind need to see."""
 
-    kind: Literal["work", "commands", "changes"]
+    kind: NoticeKind
 
 
 class ServerHeartbeat(msgspec.Struct, tag="beat"):
@@ -89,6 +92,7 @@ class BackgroundProcess(Collector):
             target=self._send_heartbeats, name="heartbeat", daemon=True
         )
         signals.work.add_listener(lambda: _send(self._socket, CommitNotice("work")))
+        signals.urgent.add_listener(lambda: _send(self._socket, CommitNotice("urgent")))
 
     def start(self) -> None:
         """Start the worker process and its supervision."""
@@ -251,7 +255,7 @@ def _close(connection: socket.socket | None) -> None:
             connection.shutdown(socket.SHUT_WR)
 
 
-def _signal(signals: CommitSignals, kind: Literal["work", "commands", "changes"]) -> CommitSignal:
+def _signal(signals: CommitSignals, kind: NoticeKind) -> CommitSignal:
     found: CommitSignal = getattr(signals, kind)
     return found
 

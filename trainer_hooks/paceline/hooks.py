@@ -17,7 +17,7 @@ import traceback
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import index
 from typing import Any, ParamSpec, TypeVar
 
@@ -231,7 +231,7 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
     session.process_groups = recorder
     recorder.channels.on_new_group = partial(session.guard, session.report_backend)
     name = "C++ library" if isinstance(recorder, NativeRecorder) else "Python"
-    session.report_coverage(name, coverage.reason_of_operators(torch))
+    session.report_coverage(name, _reason_of_operators(torch))
     if isinstance(session.process_groups, NativeRecorder):
         session.loop.at_boundary = session.process_groups.at_boundary
     elif torch.backends.cuda.is_built():
@@ -242,6 +242,8 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
             session.process_groups.channels.name(group, dimension, AXES.get(dimension))
 
 
+# To list all operators of torch takes 5 ms, and each generation of a process asks.
+_reason_of_operators = cache(coverage.reason_of_operators)
 _topology = TopologyRecognizer(_find_session)
 _schedules = ScheduleRecognizer(_find_session, _topology.add_stage)
 

@@ -160,6 +160,8 @@ class LogWriter:
             _fail(group, UnstorableError("the database rejects this batch"))
         else:
             self._problem = None
+            if any(_is_urgent(pending.batch) for pending in group):
+                self._signals.urgent.notify()
             self._signals.work.notify()
             for pending, status in zip(group, statuses, strict=True):
                 self._metrics.batches.labels(status).inc()
@@ -199,6 +201,11 @@ def _store(session: Session, group: list[PendingBatch]) -> list[Status]:
             elif isinstance(event, RankExited):
                 attachments.record_exit(session, entry.batch.agent_id, event, entry.received_ns)
     return ["stored" if is_new else "duplicate" for is_new in stored]
+
+
+def _is_urgent(batch: Batch) -> bool:
+    """Return whether a rank may have to be replaced, for which the others wait."""
+    return any(isinstance(event, RankExited) for event in batch.events)
 
 
 def _answer(pending: PendingBatch, status: Status) -> None:

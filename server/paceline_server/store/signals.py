@@ -76,12 +76,13 @@ class CommitSignals:
     """One signal for each kind of waiter."""
 
     work: CommitSignal = field(default_factory=CommitSignal)  # the worker: batches, jobs, decisions
+    urgent: CommitSignal = field(default_factory=CommitSignal)  # the worker: a rank has ended
     commands: CommitSignal = field(default_factory=CommitSignal)  # streams to agents
     changes: CommitSignal = field(default_factory=CommitSignal)  # event streams and the outbox
 
     def close(self) -> None:
         """Close all signals."""
-        for signal in (self.work, self.commands, self.changes):
+        for signal in (self.work, self.urgent, self.commands, self.changes):
             signal.close()
 
 

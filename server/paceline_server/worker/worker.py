@@ -42,7 +42,8 @@ _STALLED_SECONDS = 15.0
 # process them (each pass reads all nodes and ranks), and writers of the log get their turn.
 _REST_FACTOR = 2.0
 _LONGEST_REST_SECONDS = 0.5  # a quarter of the time until an alert
-# After a command, for as long, the next results of agents are processed at once: ranks wait for it.
+# After a command, or the end of a rank, for as long, what agents send next is processed at once:
+# ranks wait for it.
 _HURRY_SECONDS = 1.0
 _HURRY_TICK_SECONDS = 0.02
 _RETRY_NS = 1_000_000_000  # pause after a tick that failed for an unknown reason
@@ -122,7 +123,7 @@ class Worker(LeasedThread):
         return super().unready() or problem
 
     def _run(self) -> None:
-        seen = 0
+        seen = urgent = 0
         while not self._stop.is_set():
             began = time.monotonic()
             self._leases.advance()
@@ -130,13 +131,23 @@ class Worker(LeasedThread):
             self._last_pass = time.monotonic()
             took = self._last_pass - began
             rest = 0.0 if behind else min(_REST_FACTOR * took, _LONGEST_REST_SECONDS)
-            minimum = self._settings.tick_minimum_seconds
-            if self._last_pass < self._hurry_until:
-                minimum, rest = min(minimum, _HURRY_TICK_SECONDS), 0.0
-            self._stop.wait(max(minimum - took, rest))
+            urgent = self._rest(took, rest, urgent)
             seen = self._signals.work.wait(seen, self._settings.tick_seconds)
         for job_id in list(self._jobs):
             self._release(job_id)
+
+    def _rest(self, took: float, rest: float, urgent: int) -> int:
+        """Pause after a pass, only shortly in a hurry. Return the number of urgent commits."""
+        minimum = self._settings.tick_minimum_seconds
+        shortest = max(min(minimum, _HURRY_TICK_SECONDS) - took, 0.0)
+        self._stop.wait(shortest)
+        if self._last_pass < self._hurry_until:
+            return self._signals.urgent.count
+        longest = max(minimum - took, rest)
+        newest = self._signals.urgent.wait(urgent, longest - shortest)
+        if newest != urgent:
+            self._hurry_until = time.monotonic() + _HURRY_SECONDS
+        return newest
 
     def run_pass(self) -> bool:
         """Run one tick for each unfinished job whose lease this worker holds or acquires.

@@ -1,0 +1,1 @@
+"""Other programs that restart trainings, for comparison in the same run."""
