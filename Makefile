@@ -50,7 +50,8 @@ campaign: $(READY) $(FRAMEWORKS_READY)
 	@$(PYTHON) -m venv $(FRAMEWORKS)-launched
 	@$(FRAMEWORKS)-launched/bin/pip install --quiet --upgrade "pip>=25.1"
 	@$(FRAMEWORKS)-launched/bin/pip install --quiet --editable . --group launched-frameworks
-	$(FRAMEWORKS)-launched/bin/pytest -m campaign tests/trainer_hooks/integrations/test_launched_frameworks.py
+	$(FRAMEWORKS)-launched/bin/pytest -m campaign tests/trainer_hooks/integrations/test_launched_frameworks.py \
+		tests/trainer_hooks/checkpoints/test_requests.py
 
 $(FRAMEWORKS_READY): pyproject.toml
 	@$(PYTHON) -m venv $(FRAMEWORKS)

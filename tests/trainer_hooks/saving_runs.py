@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.utils.data import DataLoader
 
 import paceline
 from paceline import hooks
@@ -146,6 +147,18 @@ def before_the_optimizer() -> Training:
     return run
 
 
+def at_the_end_of_each_epoch() -> Training:
+    """The loader was asked for one more batch then."""
+    run = Training()
+    loader = DataLoader(range(2))  # type: ignore[arg-type]
+    for epoch in range(3):
+        for _ in loader:
+            run.step()
+            run.seen.append(saved_step())
+        torch.save(run.state(), directory / f"epoch-{epoch}.pt")
+    return run
+
+
 def distributed_checkpoint() -> Training:
     run = Training()
     for done in run.steps():
@@ -247,6 +260,7 @@ SCENARIOS: list[Callable[[], Training]] = [
     several_files,
     no_checkpoints,
     before_the_optimizer,
+    at_the_end_of_each_epoch,
     distributed_checkpoint,
     stateful,
     timed_by_the_script,

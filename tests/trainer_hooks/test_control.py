@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import paceline
 from paceline import AckStatus, ControlKind
 from paceline_wire.ring import Acknowledgement, RingReader
@@ -63,6 +65,14 @@ def test_checkpoints_and_their_failures_are_reported_with_the_reason(reader: Rin
     paceline.checkpoint_failed("Stale file handle")
     view = reader.view()
     assert (view.saved_step, view.failed_saves, view.save_failure) == (0, 2, "Stale file handle")
+
+
+def test_a_reported_checkpoint_is_shown_with_its_path(reader: RingReader) -> None:
+    for step in (5, 10):
+        paceline.checkpoint_saved(step, Path(f"/ckpt/step-{step}"))
+    assert reader.view().saved_step == 10
+    metadata = [each.metadata for each in reader.new_descriptions()]
+    assert {"checkpoint_path": "/ckpt/step-*"} in metadata
 
 
 def test_values_that_cannot_be_reported_raise_nothing(reader: RingReader) -> None:

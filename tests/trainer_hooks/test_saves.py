@@ -12,7 +12,7 @@ import pytest
 
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
-from tests.trainer_hooks.conftest import run_scenarios
+from tests.trainer_hooks.conftest import rings_of_two_ranks, run_scenarios
 
 Runs = dict[str, dict[str, Any]]
 
@@ -45,6 +45,7 @@ def steps_of(directory: Path, scenario: str, generation: int = 0) -> list[int]:
         ("weights_beside_checkpoints", [1, 2, 2, 2, 2, 2], "complete.pt"),
         ("several_files", [None, None, None, None, 5, 5], "optimizer.pt"),
         ("before_the_optimizer", [None, None, None, 3, 3, 3], "early.pt"),
+        ("at_the_end_of_each_epoch", [None, None, 2, 2, 4, 4], "epoch-*.pt"),
         ("distributed_checkpoint", [None, None, 3, 3, 3, 3], "dcp-*"),
         ("stateful", [None, None, 3, 3, 3, 3], "app"),
         ("timed_by_the_script", [None, None, 3, 3, 3, 3], "timed.pt"),
@@ -78,6 +79,22 @@ def test_the_steps_of_a_script_that_resumes_continue(runs: Runs, directory: Path
     assert steps_of(directory, "complete") == [0, 1, 2, 3, 4, 5]
     assert steps_of(directory, "resumed") == [6, 7, 8, 9, 10, 11]
     assert steps_of(directory, "resumed_in_marked_steps") == [0, 1, 2, 3, 4, 5]
+
+
+def test_saves_of_several_ranks_are_one_checkpoint_on_each_of_them(tmp_path: Path) -> None:
+    with rings_of_two_ranks("dcp_ranks.py", tmp_path) as readers:
+        for rank, reader in enumerate(readers):
+            assert json.loads((tmp_path / f"seen.{rank}").read_text()) == {
+                "saved": 2,
+                "while it is saved asynchronously": 2,
+                "saved asynchronously": 3,
+                "failed": 3,
+                "failed asynchronously": 3,
+                "saved by each rank": 8,
+            }
+            descriptions = [each.metadata for each in reader.new_descriptions()]
+            paths = [each["checkpoint_path"] for each in descriptions if "checkpoint_path" in each]
+            assert paths == [str(tmp_path / "step-*"), str(tmp_path / "rank-*.pt")]
 
 
 TRAINED_UNRECORDED = """

@@ -116,7 +116,7 @@ class Agreement:
         self.step: int | None = None  # completed by this rank; None: not in its loop yet
         self.is_inside = False  # the loop
         self._store = store
-        self._rank = rank
+        self.rank = rank
         self._size = world_size
         self._pending = pending
         self._acknowledge = acknowledge
@@ -333,12 +333,12 @@ class Agreement:
             return
         kind, least, command_id = map(int, text.split())
         limit = self._begin_round((kind, least), LEAD_STEPS, _Phase.OPEN, command_id or None)
-        store.set(self._name(f"limit/{self._rank}"), str(limit))
+        store.set(self._name(f"limit/{self.rank}"), str(limit))
         if store.add(self._name("seen"), 1) == self._size:
             keys = [self._name(f"limit/{rank}") for rank in range(self._size)]
             greatest = max(int(each) for each in store.multi_get(keys))
             store.compare_set(self._name("step"), "", str(greatest))
-        neighbor = _Neighbor(store, self._name("beat"), self._rank, self._size, self._dead_seconds)
+        neighbor = _Neighbor(store, self._name("beat"), self.rank, self._size, self._dead_seconds)
         round_ = _Round(monotonic(), neighbor)
         while self._state is not _Phase.IDLE:
             self._advance(store, round_)
@@ -392,7 +392,7 @@ class Agreement:
         if self._is_withdrawn():
             return "it was withdrawn"
         if absent_since is not None and now - absent_since > self._absent_seconds:
-            return f"the loop of rank {self._rank} ended before the agreed step"
+            return f"the loop of rank {self.rank} ended before the agreed step"
         return None
 
     def _decide(self, decision: bytes) -> None:

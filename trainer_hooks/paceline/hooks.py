@@ -250,7 +250,16 @@ _schedules = ScheduleRecognizer(_find_session, _topology.add_stage)
 # Steps
 
 
-def steps(loader: Loader, *, start: int | None = None, state: Resumable | None = None) -> Loader:
+state_of_script: Callable[[Callable[[int], object]], Resumable | None] = _nothing  # `requests.py`
+
+
+def steps(
+    loader: Loader,
+    *,
+    start: int | None = None,
+    state: Resumable | None = None,
+    save: Callable[[int], object] | None = None,
+) -> Loader:
     """Iterate over `loader` and record each step.
 
     Each iteration is one step, unless optimizers of torch show that it is a microbatch: then a step
@@ -262,6 +271,9 @@ def steps(loader: Loader, *, start: int | None = None, state: Resumable | None =
             Iterating over the result again continues the count.
         state: a `paceline.Checkpoints`, which is resumed before the first batch and saved between
             two batches; the steps are numbered from the resumed one on.
+        save: saves a checkpoint by the script's own means, with the number of completed steps as
+            its argument. On request of the server all ranks call it after the same step, and the
+            loop ends if they are asked to stop. Not with `state`.
 
     Returns:
         An iterable of the loader's batches, with its length and attributes, also for setting them.
@@ -276,6 +288,8 @@ def steps(loader: Loader, *, start: int | None = None, state: Resumable | None =
     except Exception as error:
         log_once("start", "paceline.steps: counting from 0: %s", error)
         start = 0
+    if save is not None and state is None:
+        state = state_of_script(save)
     return count_steps(loader, _loop, start, state)
 
 
@@ -624,11 +638,46 @@ def describe_repair(*, roll_back: bool) -> None:
 # Commands and checkpoints
 
 on_checkpoint: Callable[[bool], None] = _nothing  # set by `requests.py`
+steps_of_framework: Callable[[], int | None] = _nothing  # completed ones; set by its adapter
 
 
 def completed_steps() -> int | None:
-    """Return the number of completed steps at the end of the step in progress; None: unknown."""
-    return None if _session is None else _session.recorder.step + 1
+    """Return how many steps are completed at this point; None before the first one."""
+    session = _session
+    if session is None:
+        return None
+    counted = steps_of_framework()
+    return session.loop.completed_steps() if counted is None else counted
+
+
+def given_step() -> int | None:
+    """Return the number of the open step, if the script gave `steps` its numbers; for adapters."""
+    loop = _loop()
+    is_given = loop is not None and loop.is_open and loop.is_numbered
+    return _session.recorder.step if is_given and _session is not None else None
+
+
+def known_checkpoints() -> int:
+    """Return how many checkpoints were reported, or recognized and may not be complete yet."""
+    return 0 if _session is None else _session.saves.count
+
+
+def forget_saves() -> None:
+    """Have `wait_for_saves` consider only the saves from now on."""
+    if _session is not None:
+        _session.saves.forget_pending()
+
+
+def wait_for_saves() -> bool:
+    """Wait for the newest asynchronous save that was recognized. Return False if it failed."""
+    return _session is None or _session.saves.wait()
+
+
+def declare_abilities(checkpoint: bool, stop: bool) -> None:
+    """Declare the commands that this process executes; its checkpoints are still recognized."""
+    session = _session
+    if session is not None:
+        session.guard(session.recorder.declare, checkpoint, stop)
 
 
 def declare(*, checkpoint: bool = False, stop: bool = False) -> None:
@@ -644,27 +693,30 @@ def declare(*, checkpoint: bool = False, stop: bool = False) -> None:
     Example:
         >>> paceline.declare(checkpoint=True, stop=True)
     """
-    session = _session
-    if session is not None:
-        session.saves.are_reported |= bool(checkpoint)
-        session.guard(session.recorder.declare, checkpoint, stop)
+    if _session is not None:
+        _session.saves.are_reported |= bool(checkpoint)
+        declare_abilities(checkpoint, stop)
 
 
-def checkpoint_saved(step: int) -> None:
+def checkpoint_saved(step: int, path: str | os.PathLike[str] | None = None) -> None:
     """Report that a checkpoint is complete on storage: a restart can resume from it.
 
     What `torch.save` and `torch.distributed.checkpoint` save is recognized until the first call.
 
     Args:
         step: number of completed steps that it contains.
+        path: where it is, to be shown with the job. Numbers in it may differ between ranks.
 
     Example:
-        >>> paceline.checkpoint_saved(500)
+        >>> paceline.checkpoint_saved(500, "/ckpt/step-500")
     """
     session = _session
     if session is not None:
         session.saves.are_reported = True
+        session.saves.count += 1
         session.guard(session.recorder.checkpoint_saved, step)
+        if path is not None and get_ident() == _owner:
+            session.guard(session.saves.describe, path)
         session.guard(on_checkpoint, True)
 
 

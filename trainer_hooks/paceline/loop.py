@@ -50,7 +50,7 @@ class LoopWatcher(Protocol):
 class Resumable(Protocol):
     """The state of a script, which is saved and resumed at the boundaries of its loop."""
 
-    step: int  # completed ones
+    step: int | None  # completed ones; None: the loop counts them
 
     def begin(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Begin an iteration over the loader, where the saved one was."""
@@ -105,6 +105,7 @@ class Loop:
         self.is_open = False  # a step has begun
         self.is_explicit = False  # the script marks its steps
         self.is_running = False  # inside `run`
+        self.is_numbered = False  # the script gave `run` the number of a step
         self.is_waiting = False  # for data
         # The open step, as `recognition.py` sees it:
         self.backwards = 0
@@ -187,6 +188,17 @@ class Loop:
         """Whether a step has begun in this process."""
         return self._started
 
+    def completed_steps(self) -> int | None:
+        """Return how many steps are completed at this point; None before the first one."""
+        if not self._started:
+            return None
+        if self.is_recognized and self.watcher is not None:
+            self.watcher.note_update()
+        if not self.is_open:  # the recorder may have the number of a step that was dropped
+            return self._next_step
+        has_stepped = self.optimizer_calls or not self.has_steps
+        return self._recorder.step + bool(has_stepped)
+
     # Waits for data
 
     def begin_wait(self) -> None:
@@ -251,10 +263,14 @@ class Loop:
             if state is None:
                 batches = iter(loader)
             else:
-                batches, start = state.begin(loader), state.step
+                batches = state.begin(loader)
+                start = start if state.step is None else state.step
             if start is not None and not self.is_open:
-                self._next_step = start
+                self._next_step, self.is_numbered = start, True
             while True:
+                may_end = self.is_open and not self.is_explicit
+                if may_end and not self.optimizer_calls:
+                    self._note_update()
                 if state is not None and state.boundary():
                     return
                 if self.watcher is not None and self.watcher.evaluates:
@@ -262,9 +278,6 @@ class Loop:
                         self.watcher.iteration_begins()
                     except Exception:
                         self._recorder.failures += 1
-                may_end = self.is_open and not self.is_explicit
-                if may_end and not self.optimizer_calls:
-                    self._note_update()
                 if may_end and (self.optimizer_calls or self._is_over()):
                     self.end_step()
                 self.begin_wait()

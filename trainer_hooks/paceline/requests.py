@@ -1,16 +1,16 @@
-"""Requests of the server to a script: `should_checkpoint` and `should_stop`.
+"""Requests of the server to a script: `should_checkpoint`, `should_stop`, and `steps(save=...)`.
 
 A process has one `Agreement`. Its user is a `Checkpoints`, or the script itself, which calls the
 two functions once per step. A checkpoint that the script was asked for counts as done at its
 `checkpoint_saved`, or when it calls one of the two functions again: ranks that save nothing
-themselves report so.
+themselves report so. An asynchronous save that was recognized is waited for.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 from paceline import hooks
 from paceline.agreement import Agreement, Request, store_of_process_group
@@ -104,6 +104,7 @@ class _Script:
     def __init__(self) -> None:
         self.due: Request | None = None
         self.is_asked = False  # `should_checkpoint` returned True for it
+        self.is_saving = False  # inside the function that saves; it may save more than a framework
         self.is_stopping = False
         self.can_checkpoint = False
         self.can_stop = False
@@ -118,6 +119,16 @@ class _Script:
             self.due = own.at(step)
             self.is_asked = False
 
+    def ask(self, step: int | None) -> Request | None:
+        """Return the request for a checkpoint that the script has to save now."""
+        self.update(step)
+        due = self.due
+        if due is None or not due.wants_checkpoint:
+            return None
+        self.is_asked = True
+        hooks.forget_saves()  # an earlier one may have failed
+        return due
+
     def report(self, done: bool) -> None:
         """Report what came of the request on this rank; the first report counts."""
         if self.due is not None and _agreement is not None:
@@ -127,15 +138,21 @@ class _Script:
         """End the request, and learn whether all ranks stop."""
         request, self.due = self.due, None
         if request is not None and _agreement is not None:
-            done = self.is_asked or not request.wants_checkpoint
+            done = hooks.wait_for_saves() if self.is_asked else not request.wants_checkpoint
             self.is_stopping = _agreement.finish(request, done)
 
-    def declare(self, *, checkpoint: bool = False, stop: bool = False) -> None:
-        """Report what the script can do, at its first call."""
+    def declare(
+        self, *, checkpoint: bool = False, stop: bool = False, reports: bool = False
+    ) -> None:
+        """Declare what the script can do, at its first call.
+
+        `reports`: it reports its checkpoints, so that none has to be recognized.
+        """
         if checkpoint > self.can_checkpoint or stop > self.can_stop:
             self.can_checkpoint |= checkpoint
             self.can_stop |= stop
-            hooks.declare(checkpoint=self.can_checkpoint, stop=self.can_stop)
+            declare = hooks.declare if reports else hooks.declare_abilities
+            declare(checkpoint=self.can_checkpoint, stop=self.can_stop)
 
 
 _script = _Script()
@@ -157,14 +174,18 @@ def should_checkpoint(step: int | None = None) -> bool:
     """
     if _driver is not None:
         return False
+    return _is_checkpoint_due(step, reports=True)
+
+
+def framework_should_checkpoint() -> bool:
+    """Return what `should_checkpoint` does, for a framework whose saves are recognized."""
+    return _is_checkpoint_due(None, reports=False)
+
+
+def _is_checkpoint_due(step: int | None, *, reports: bool) -> bool:
     try:
-        _script.declare(checkpoint=True)
-        _script.update(step)
-        due = _script.due
-        if due is None or not due.wants_checkpoint:
-            return False
-        _script.is_asked = True
-        return True
+        _script.declare(checkpoint=True, reports=reports)
+        return _script.ask(step) is not None
     except Exception as error:
         log_once("should_checkpoint", "paceline.should_checkpoint failed: %s", error)
         return False
@@ -198,9 +219,64 @@ def should_stop(step: int | None = None) -> bool:
 
 
 def _on_checkpoint(saved: bool) -> None:
-    """Note that the script reported a checkpoint, or that it failed."""
-    if _script.is_asked:
+    """Note that the script or its framework reported a checkpoint, or that it failed."""
+    if _script.is_asked and not (saved and _script.is_saving):
         _script.report(saved)
 
 
+class _ScriptLoop:
+    """The state of a loop whose script gives `steps` the function that saves."""
+
+    step: int | None = None  # the loop counts
+
+    def __init__(self, save: Callable[[int], object]) -> None:
+        self._save = save
+        self._taken = False  # a batch, since the last boundary
+
+    def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Begin an epoch; without a batch after a request to stop."""
+        _script.declare(checkpoint=True, stop=True)
+        self._taken = False
+        return iter(()) if _script.is_stopping else iter(loader)
+
+    def took(self) -> None:
+        """Note that a batch was taken."""
+        self._taken = True
+
+    def boundary(self) -> bool:
+        """Save on request. Return whether the loop ends on request."""
+        if not self._taken or _driver is not None:
+            return False
+        self._taken = False
+        request = None
+        try:
+            request = _script.ask(None)
+        except Exception as error:
+            log_once("steps", "paceline.steps: requests are not followed: %s", error)
+        if request is not None:
+            with hooks.checkpoint():
+                self._save_at(request.step)
+        return should_stop()
+
+    def _save_at(self, step: int) -> None:
+        known = hooks.known_checkpoints()
+        _script.is_saving = True
+        try:
+            self._save(step)
+        except BaseException as error:
+            hooks.checkpoint_failed(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            _script.is_saving = False
+        is_first = _agreement is None or _agreement.rank == 0
+        if is_first and hooks.known_checkpoints() == known:
+            hooks.checkpoint_saved(step)
+
+    def end(self) -> None:
+        """End the epoch."""
+        if _agreement is not None:
+            _agreement.leave()
+
+
 hooks.on_checkpoint = _on_checkpoint
+hooks.state_of_script = _ScriptLoop

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ class Saves:
         self._paths: list[str] = []  # that were described
         self._latest = ""
         self._contain_optimizers = False
+        self._pending: Any = None  # future of the newest asynchronous save
+        self.count = 0  # checkpoints that were reported or recognized, complete or not
         self.are_reported = False  # the script or its framework reports its checkpoints itself
 
     def saved(self, save: Save, optimizers: Iterable[Any], result: Any) -> None:
@@ -54,15 +57,31 @@ class Saves:
             optimizers: all optimizers of this process that are known.
             result: what the call returned; of an asynchronous one, the future of its completion.
         """
-        step = self._completed_steps()
+        future = getattr(result, "upload_completion", result)
+        is_pending = hasattr(future, "add_done_callback")
+        if is_pending:
+            self._pending = future
+        step = self._loop.completed_steps()
         if self.are_reported or not step or not self._is_checkpoint(save, optimizers):
             return
-        self._describe_path(save.path)
-        future = getattr(result, "upload_completion", result)
-        if hasattr(future, "add_done_callback"):
+        self.count += 1
+        self.describe(save.path)
+        if is_pending:
             future.add_done_callback(partial(self._completed, step))
         else:
             self._recorder.checkpoint_saved(step)
+
+    def forget_pending(self) -> None:
+        """Have `wait` consider only the saves from now on."""
+        self._pending = None
+
+    def wait(self) -> bool:
+        """Wait for the newest asynchronous save. Return False if it failed."""
+        future, self._pending = self._pending, None
+        try:
+            return future is None or future.exception() is None
+        except CancelledError:
+            return False
 
     def _completed(self, step: int, future: Any) -> None:
         """An asynchronous save has ended, in any thread."""
@@ -71,17 +90,6 @@ class Saves:
                 self._recorder.checkpoint_saved(step)
         except Exception:
             self._recorder.failures += 1
-
-    def _completed_steps(self) -> int | None:
-        """Return how many steps what is saved now contains; None before the first step."""
-        loop, step = self._loop, self._recorder.step
-        if not loop.has_begun:
-            return None
-        if loop.is_recognized and loop.watcher is not None:
-            loop.watcher.note_update()
-        if loop.is_open and loop.has_steps and not loop.optimizer_calls:
-            return step  # the optimizer has not stepped in it yet
-        return step + 1
 
     def _is_checkpoint(self, save: Save, optimizers: Iterable[Any]) -> bool:
         shapes, has_optimizer = _contents(save)
@@ -99,7 +107,8 @@ class Saves:
         )
         return bool(trained) and trained <= shapes
 
-    def _describe_path(self, path: Any) -> None:
+    def describe(self, path: Any) -> None:
+        """Publish where a checkpoint is: a path, or a file with a name."""
         if not isinstance(path, str | os.PathLike):
             path = getattr(path, "name", None)  # a file has one
         if not isinstance(path, str | os.PathLike):

@@ -31,9 +31,11 @@ ADAPTERS = {
         "paceline.integrations.ray_train"
     ),
     "torch.distributed.elastic.multiprocessing.api": "paceline.integrations.torchelastic",
+    "torchtitan.components.checkpointer.dcp": "paceline.integrations.torchtitan",
     "torchtitan.observability.structured_logger.structured_logging": (
         "paceline.integrations.torchtitan"
     ),
+    "torchtitan.trainer": "paceline.integrations.torchtitan",
     "transformers.trainer": "paceline.integrations.hugging_face",
 }
 

@@ -1,4 +1,4 @@
-"""A training of two ranks that follows requests: with `Checkpoints`, or by a loop of its own.
+"""A training of two ranks that follows requests: by `Checkpoints`, a function or a loop of its own.
 
     python requested_run.py MODE DIRECTORY [BATCHES]
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +58,42 @@ def accumulating() -> int:
     return state.step
 
 
+class SlowWriter(dcp.FileSystemWriter):
+    """Writes in a thread for longer than a few steps take."""
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(1.0)
+        super().finish(*args, **kwargs)
+
+
+def saving_function() -> int:
+    """Train with two batches per step, from step 100 on; save by an asynchronous function."""
+    group = dist.new_group(backend="gloo")
+    taken = 0
+
+    def save(step: int) -> None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.async_save(
+            state | {"batches": torch.tensor(taken)},
+            storage_writer=SlowWriter(directory / f"step-{step}"),
+            process_group=group,
+        )
+
+    for epoch in range(100_000):
+        start = None if epoch else 100
+        for batch in paceline.steps(loader[:6], start=start, save=save):
+            model(batch).sum().backward()
+            taken += 1
+            if taken % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(0.01)
+        if paceline.should_stop():
+            assert [*paceline.steps(loader, save=save)] == [], "there is no further epoch"
+            break
+    return 100 + taken // 2
+
+
 def own_loop() -> int:
     """Save with torch.save on rank 0."""
     step = 0
@@ -91,6 +129,7 @@ modes = {
     "checkpoints": with_checkpoints,
     "accumulating": accumulating,
     "own_loop": own_loop,
+    "saving_function": saving_function,
     "failing_loop": failing_loop,
 }
 print("ended after", modes[mode](), flush=True)

@@ -89,8 +89,8 @@ def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return output, partial(loss_of, torch.ones(BATCH, SEQUENCE))
 
 
-def main() -> None:
-    pipeline_size, output = int(sys.argv[1]), Path(sys.argv[2])
+def prepare(pipeline_size: int) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """Return the model, its optimizer and the schedule, a function of `forward_only`."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, pipeline_size)
@@ -107,18 +107,32 @@ def main() -> None:
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
     )
+    return model, optimizer, run
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    """Make one step."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    run(forward_only=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.main_grad
+    optimizer.step()
+
+
+def save(model: Any, output: Path) -> None:
+    output.mkdir(exist_ok=True)
+    dist_checkpointing.save(model.module.sharded_state_dict(), str(output))
+
+
+def main() -> None:
+    model, optimizer, run = prepare(int(sys.argv[1]))
     for step in range(STEPS):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        run(forward_only=False)
-        for parameter in model.parameters():
-            parameter.grad = parameter.main_grad
-        optimizer.step()
+        train(model, optimizer, run)
         if step == 3:
             with torch.no_grad():
                 run(forward_only=True)
-    output.mkdir(exist_ok=True)
-    dist_checkpointing.save(model.module.sharded_state_dict(), str(output))
+    save(model, Path(sys.argv[2]))
     torch.distributed.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import paceline
+from paceline import hooks
 from paceline.integrations.boundaries import (
     Between,
     LeadingOptimizer,
@@ -149,6 +150,36 @@ def test_a_surrounded_method_is_called_once_with_its_arguments() -> None:
     assert engine.step(2, twice=True) == 4
     assert engine.calls == ["begin", "step", "end", "after"]
     assert Surrounded.step.__name__ == "step"
+
+
+def test_named_arguments_are_found_however_they_are_passed() -> None:
+    found: list[tuple[object, ...]] = []
+
+    class Engine:
+        def save(self, directory: str, tag: str | None = None) -> str:
+            return f"{directory}/{tag}"
+
+    def saved(*arguments: object) -> None:
+        found.append(arguments[1:])
+
+    follow(Engine, "save", saved, arguments=("tag", "directory"))
+    assert Engine().save("a", "b") == "a/b"
+    assert Engine().save(tag="b", directory="a") == "a/b"
+    Engine().save("a")
+    assert found == [("b", "a"), ("b", "a"), (None, "a")]
+
+
+def test_the_completed_steps_are_those_of_the_framework(
+    reader: RingReader, boundaries: StepBoundaries
+) -> None:
+    assert hooks.completed_steps() is None
+    boundaries.take()
+    boundaries.begin(7)
+    assert hooks.completed_steps() == 7
+    boundaries.complete()
+    assert hooks.completed_steps() == 8
+    boundaries.next()
+    assert hooks.completed_steps() == 8
 
 
 def test_an_error_of_an_adapter_does_not_reach_the_framework() -> None:

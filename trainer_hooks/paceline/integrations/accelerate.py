@@ -18,7 +18,7 @@ from accelerate.accelerator import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.tracking import GeneralTracker
 
-from paceline.hooks import checkpoint_saved, report
+from paceline.hooks import checkpoint_saved, given_step, report
 from paceline.integrations.boundaries import (
     LeadingOptimizer,
     StepBoundaries,
@@ -28,6 +28,7 @@ from paceline.integrations.boundaries import (
     surround,
 )
 from paceline.saves import completed_steps
+from paceline.wrapping import after
 
 
 class PacelineTracker(GeneralTracker):  # type: ignore[misc]
@@ -57,7 +58,8 @@ _leading = LeadingOptimizer()
 
 def _begin(accelerator: Any, *_: Any) -> None:
     if _boundaries.claim() and _boundaries.step is None:
-        _boundaries.begin(completed_steps(accelerator._optimizers))
+        given = given_step()
+        _boundaries.begin(completed_steps(accelerator._optimizers) if given is None else given)
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
@@ -73,10 +75,10 @@ def _loaded(accelerator: Any, *_: Any) -> None:
         _boundaries.begin(step)
 
 
-def _saved(accelerator: Any, *_: Any) -> None:
+def _saved(path: Any, accelerator: Any, *_: Any) -> None:
     # Other ranks return before its files are complete.
     if _boundaries.are_marked and _boundaries.step is not None and accelerator.is_main_process:
-        checkpoint_saved(_boundaries.step)
+        checkpoint_saved(_boundaries.step, path)
 
 
 def _track(accelerator: Any, *_: Any) -> None:
@@ -97,7 +99,7 @@ surround(Accelerator, "_do_sync", _begin)  # `accumulate` calls it before each b
 surround(Accelerator, "backward", _begin)
 follow(AcceleratedOptimizer, "step", _stepped)
 surround(Accelerator, "save_state", save_or_load)
-follow(Accelerator, "save_state", _saved)
+after(Accelerator, "save_state", _saved)
 surround(Accelerator, "save_model", save_or_load)
 surround(Accelerator, "load_state", save_or_load)
 follow(Accelerator, "load_state", _loaded)

@@ -12,8 +12,11 @@ import socket
 import weakref
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
+from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
+from paceline import hooks
 from paceline.hooks import (
     autostart,
     evaluate,
@@ -59,6 +62,7 @@ class StepBoundaries:
         """Mark the steps of this process from now on, also if another adapter did so before."""
         global _marking
         autostart()
+        hooks.steps_of_framework = _completed
         mark_evaluations(self._with_evaluations)
         if _marking is not self:
             _marking = self
@@ -93,6 +97,11 @@ class StepBoundaries:
     def are_marked(self) -> bool:
         """Whether this object marks the steps of the process."""
         return _marking is self
+
+    @property
+    def completed(self) -> int | None:
+        """Number of completed steps; None outside of a training."""
+        return None if self.step is None else self.step + self._is_complete
 
     def begin(self, step: int) -> None:
         """Begin a step, unless one is in progress. `step`: number of completed steps."""
@@ -163,6 +172,10 @@ class StepBoundaries:
         return part is not None
 
 
+def _completed() -> int | None:
+    return None if _marking is None else _marking.completed
+
+
 def never_raises(method: Callable[P, object]) -> Callable[P, None]:
     """Log an error of an adapter's callback once, and hide it from the framework.
 
@@ -200,14 +213,29 @@ def surround(owner: Any, name: str, timed: Callable[..., Timed | None]) -> None:
     replace(owner, name, make, by=timed)
 
 
-def follow(owner: Any, name: str, call: Callable[..., object]) -> None:
-    """Call `call(*args)` after a function of a framework has returned, as `surround` does."""
+def follow(
+    owner: Any, name: str, call: Callable[..., object], arguments: tuple[str, ...] = ()
+) -> None:
+    """Call `call(*args)` after a function of a framework has returned, as `surround` does.
+
+    `arguments`: of a method; then `call` gets its object and these only, or None for each that was
+    not given.
+    """
     guarded = never_raises(call)
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        places = dict(zip(signature(original).parameters, count(), strict=False))
+
+        def given(argument: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            place = places.get(argument, len(args))
+            return args[place] if place < len(args) else kwargs.get(argument)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            guarded(*args)
+            if arguments:
+                guarded(args[0], *(given(each, args, kwargs) for each in arguments))
+            else:
+                guarded(*args)
             return result
 
         return run

@@ -8,6 +8,7 @@ with all batches of its gradient accumulation; its number is `engine.global_step
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -52,9 +53,10 @@ def _optimizer(*_: Any) -> Timed:
     return optimizer()
 
 
-def _saved(engine: Any, *_: Any) -> None:
+def _saved(engine: Any, directory: Any, tag: Any) -> None:
     if _boundaries.are_marked:
-        checkpoint_saved(engine.global_steps)
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        checkpoint_saved(engine.global_steps, os.path.join(directory, name))
 
 
 def attach(_: object) -> None:
@@ -66,5 +68,5 @@ surround(DeepSpeedEngine, "backward", _backward)
 surround(DeepSpeedEngine, "_take_model_step", _optimizer)
 follow(DeepSpeedEngine, "step", _stepped)
 surround(DeepSpeedEngine, "save_checkpoint", save_or_load)
-follow(DeepSpeedEngine, "save_checkpoint", _saved)
+follow(DeepSpeedEngine, "save_checkpoint", _saved, arguments=("save_dir", "tag"))
 surround(DeepSpeedEngine, "load_checkpoint", save_or_load)

@@ -15,7 +15,7 @@ import sys
 import weakref
 from typing import Any
 
-from paceline.hooks import checkpoint_saved
+from paceline.hooks import checkpoint_saved, given_step
 from paceline.integrations.boundaries import (
     LeadingOptimizer,
     StepBoundaries,
@@ -55,7 +55,7 @@ def _watch(package: Any) -> None:
     follow(wrappers._FabricOptimizer, "step", _stepped)
     surround(package.Fabric, "backward", _begin)
     surround(package.Fabric, "save", save_or_load)
-    follow(package.Fabric, "save", _saved)
+    follow(package.Fabric, "save", _saved, arguments=("path",))
     surround(package.Fabric, "load", save_or_load)
     follow(package.Fabric, "setup", _remember)
     follow(package.Fabric, "setup_optimizers", _remember)
@@ -78,9 +78,10 @@ def _stepped(optimizer: Any, *_: Any) -> None:
 
 def _begin(*_: Any) -> None:
     if _boundaries.claim() and _boundaries.step is None:
-        _boundaries.begin(completed_steps(_optimizers))
+        given = given_step()
+        _boundaries.begin(completed_steps(_optimizers) if given is None else given)
 
 
-def _saved(*_: Any) -> None:
+def _saved(_: Any, path: Any) -> None:
     if _boundaries.are_marked and _boundaries.step is not None:
-        checkpoint_saved(_boundaries.step)
+        checkpoint_saved(_boundaries.step, path)

@@ -12,11 +12,13 @@ resumes with `trainer.train(resume_from_checkpoint=True)`.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from accelerate import Accelerator
 from transformers.trainer import DEFAULT_CALLBACKS, Trainer
 from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from paceline.hooks import checkpoint_saved, evaluate, expect_steps, report
 from paceline.integrations.boundaries import (
@@ -67,7 +69,8 @@ class PacelineCallback(TrainerCallback):  # type: ignore[misc]
     @never_raises
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.should_save:  # other ranks return before the files are complete
-            checkpoint_saved(state.global_step)
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            checkpoint_saved(state.global_step, os.path.join(args.output_dir, folder))
         if self._boundaries.are_marked and should_stop(state.global_step):
             control.should_training_stop = True
 

@@ -128,7 +128,7 @@ def _watch(package: Any) -> None:
     surround(package.Trainer, "save_checkpoint", save_or_load)
     signals = sys.modules[f"{package.__name__}.trainer.connectors.signal_connector"]
     surround(signals._SignalConnector, "_sigterm_notifier_fn", _receive_sigterm)
-    follow(package.Trainer, "save_checkpoint", _saved)
+    follow(package.Trainer, "save_checkpoint", _saved, arguments=("filepath",))
 
 
 def _data(loop: Any, *_: Any) -> None:
@@ -141,7 +141,7 @@ def _receive_sigterm(*_: Any) -> None:
     stopping()
 
 
-def _saved(trainer: Any, *_: Any, **__: Any) -> None:
+def _saved(trainer: Any, path: Any) -> None:
     plugin = trainer.strategy.checkpoint_io
     if not type(plugin).__name__.startswith("Async"):  # the files may not be complete yet
-        checkpoint_saved(trainer.global_step)
+        checkpoint_saved(trainer.global_step, path)

@@ -117,10 +117,10 @@ _steps = MegatronSteps()
 atexit.register(_steps.release)  # before the hooks' own, which was registered earlier
 
 
-def _saved(asynchronous: Any, *_: Any) -> None:
+def _saved(asynchronous: Any, _: Any, path: Any = None, *__: Any) -> None:
     """Report a checkpoint that was complete when the call returned."""
     if asynchronous is None:
-        checkpoint_saved(_steps.count)
+        checkpoint_saved(_steps.count, path)
 
 
 def _after_optimizer(*_: Any) -> None:

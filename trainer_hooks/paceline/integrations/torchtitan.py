@@ -6,12 +6,18 @@
 
 torchtitan runs only the handlers that are listed, so its own is listed too. With `PACELINE=1` the
 handler needs no line. Steps have torchtitan's numbers, from 1.
+
+A request of the server becomes a checkpoint of torchtitan's own, after a step that has none by its
+interval, and the end of its loop. The number of completed steps that is reported for it is that of
+the next step, as Paceline counts them. Only with `--checkpoint.enable`, and `load_only` off.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -26,9 +32,13 @@ from paceline.hooks import (
     step_end,
 )
 from paceline.integrations.boundaries import never_raises
+from paceline.requests import framework_should_checkpoint, should_stop
+from paceline.wrapping import replace
 from paceline.writer.interface import Timed
 
 LOGGER = "torchtitan.structured_logger"
+CHECKPOINTER = "torchtitan.components.checkpointer.dcp"
+TRAINER = "torchtitan.trainer"
 
 _PHASES = {
     "fetching_batch": data_wait,
@@ -100,10 +110,49 @@ def _add(logger: logging.Logger) -> None:
     autostart()
     if not any(isinstance(handler, StructuredLogHandler) for handler in logger.handlers):
         logger.addHandler(StructuredLogHandler())
+    for name in (CHECKPOINTER, TRAINER):
+        if name in sys.modules:
+            attach(sys.modules[name])
 
 
 def attach(module: ModuleType) -> None:
-    """Register with torchtitan's logger when it is initialized, whatever the variable lists."""
+    """Attach to a module: the logger, the manager of checkpoints or the trainer.
+
+    The handler is registered when the logger is initialized, whatever the variable lists.
+    """
+    if module.__name__ == CHECKPOINTER:
+        replace(module.CheckpointManager, "_should_save", _saves_on_request)
+    elif module.__name__ == TRAINER:
+        replace(module.Trainer, "should_continue_training", _stops_on_request)
+    else:
+        _register_at_start(module)
+
+
+Function = Callable[..., Any]
+
+
+def _saves(manager: Any) -> bool:
+    return getattr(manager, "enable", False) and not getattr(manager, "load_only", True)
+
+
+def _saves_on_request(original: Function) -> Function:
+    def _should_save(manager: Any, curr_step: int, last_step: bool = False) -> bool:
+        is_due = curr_step > 0 and _saves(manager) and framework_should_checkpoint()
+        return bool(original(manager, curr_step, last_step)) or is_due
+
+    return _should_save
+
+
+def _stops_on_request(original: Function) -> Function:
+    def should_continue_training(trainer: Any) -> bool:
+        continues = bool(original(trainer))
+        saves = _saves(getattr(trainer, "checkpointer", None))
+        return continues and not (saves and should_stop())
+
+    return should_continue_training
+
+
+def _register_at_start(module: ModuleType) -> None:
     initialize = module.init_structured_logger
 
     def init_structured_logger(source: str, *arguments: Any, **options: Any) -> None:
