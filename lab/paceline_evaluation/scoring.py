@@ -190,7 +190,7 @@ def _names(finding: Finding, fault: TrialFault) -> bool:
         return finding.stage == fault.stage
     if fault.kind == "slow_node":
         return finding.node == _node(fault) and named <= set(fault.ranks)
-    if fault.way == "disconnect" and finding.rank is None:
+    if fault.way in ("disconnect", "reset") and finding.rank is None:
         return True  # nothing shows which end broke the connection
     if fault.ranks:
         return named == set(fault.ranks)

@@ -41,6 +41,7 @@ from paceline.sections import INERT
 from paceline.session import OPTIMIZER, Session, log_once
 from paceline.topology import TopologyRecognizer
 from paceline.writer.interface import Timed
+from paceline_autostart.variable import ON, asked
 from paceline_wire.ending import Ending, ending_path, write_ending
 from paceline_wire.ring import (
     ACK_COMMAND,
@@ -156,6 +157,20 @@ def autostart(*, in_optimizer_step: bool = False) -> None:
         session.recognition.probe = None  # this optimizer is torch's
     elif session is not None:
         session.guard(session.watch_optimizers)
+
+
+def start_if_asked() -> None:
+    """Start recording if `PACELINE=1` asks for it, and neither the script nor torch has begun.
+
+    A script that imports `paceline` is otherwise started at its first optimizer step.
+    """
+    if _session is not None or asked() not in ON:
+        return
+    try:
+        autostart()
+    except Exception as error:
+        _stop()
+        log_once("init", "paceline is off in this process: %s", error)
 
 
 def _start(

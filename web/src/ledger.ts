@@ -19,6 +19,7 @@ const PARTS: readonly Omit<Part, "seconds" | "ratio">[] = [
   { key: "communication_seconds", label: "communication", hint: "exposed transfers", useful: true },
   { key: "bubble_seconds", label: "bubble", hint: "idle, as the pipeline schedule has it", useful: true },
   { key: "straggler_seconds", label: "stragglers", hint: "slow ranks, and waits for them", useful: false },
+  { key: "slow_link_seconds", label: "slow links", hint: "transfers over slow links, and waits for them", useful: false },
   { key: "peer_wait_seconds", label: "waits for peers", hint: "for the last rank of a collective or transfer", useful: false },
   { key: "bubble_excess_seconds", label: "excess bubble", hint: "idle beyond the pipeline schedule", useful: false },
   { key: "data_wait_seconds", label: "data wait", hint: "waiting for the next batch", useful: false },

@@ -1442,6 +1442,7 @@ export interface components {
          *         "peer_wait_seconds": 0.4,
          *         "restart_seconds": 0,
          *         "samples": 864,
+         *         "slow_link_seconds": 0,
          *         "startup_seconds": 12.7,
          *         "straggler_seconds": 12.5,
          *         "tokens": 3538944,
@@ -2047,6 +2048,7 @@ export interface components {
          *             "peer_wait_seconds": 0.4,
          *             "restart_seconds": 0,
          *             "samples": 864,
+         *             "slow_link_seconds": 0,
          *             "startup_seconds": 12.7,
          *             "straggler_seconds": 12.5,
          *             "tokens": 3538944,
@@ -2213,6 +2215,11 @@ export interface components {
             restart_seconds: number;
             /** Samples */
             samples: number | null;
+            /**
+             * Slow Link Seconds
+             * @default 0
+             */
+            slow_link_seconds: number;
             /** Startup Seconds */
             startup_seconds: number;
             /** Straggler Seconds */
@@ -3279,6 +3286,7 @@ export interface components {
          *       "overlapped_seconds": 0.08,
          *       "peer_wait_seconds": 0.02,
          *       "samples": 32,
+         *       "slow_link_seconds": 0,
          *       "slowest_rank": 2,
          *       "slowest_slowdown": 2.5,
          *       "started_at": "2026-11-20T20:16:12.000000Z",
@@ -3324,6 +3332,8 @@ export interface components {
             peer_wait_seconds?: number | null;
             /** Samples */
             samples?: number | null;
+            /** Slow Link Seconds */
+            slow_link_seconds?: number | null;
             /** Slowest Rank */
             slowest_rank: number | null;
             /** Slowest Slowdown */
@@ -3369,6 +3379,7 @@ export interface components {
          *           "overlapped_seconds": 0.08,
          *           "peer_wait_seconds": 0.02,
          *           "samples": 32,
+         *           "slow_link_seconds": 0,
          *           "slowest_rank": 2,
          *           "slowest_slowdown": 2.5,
          *           "started_at": "2026-11-20T20:16:12.000000Z",

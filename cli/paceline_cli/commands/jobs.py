@@ -22,6 +22,7 @@ LEDGER_PARTS = (
     "communication",
     "bubble",
     "straggler",
+    "slow_link",
     "peer_wait",
     "bubble_excess",
     "data_wait",

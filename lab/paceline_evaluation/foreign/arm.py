@@ -31,8 +31,8 @@ _FAULTY_SECONDS = 20.0  # or by then, if the steps are shorter
 _NONE_SECONDS = 60.0
 _CAUSE_SECONDS = 3.0  # from the first report to its newest version
 _HEADLINE_SECONDS = 5.0  # the line of the script arrives after the first report
-_NEEDS_NETWORK = frozenset({"rate_limit"})
-_NEEDS_CONTROL_GROUPS = frozenset({"hog", "leak"})
+_NEEDS_NETWORK = frozenset({"rate_limit", "reset"})
+_NEEDS_CONTROL_GROUPS = frozenset({"hog", "leak", "worker_leak"})
 # A shared CPU or link costs what is measured, not what is asked for.
 _MEASURED = frozenset({"hog", "rate_limit"})
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ _HEADLINES = {
     "disconnect": "onnection",
     "all_killed": "SIGKILL",
     "all_terminated": "SIGTERM",
+    "reset": "onnection",
+    "worker_leak": "loader worker",
 }
 
 
@@ -67,7 +69,9 @@ class Injector:
         plan = self.plan
         special: dict[str, Callable[[], None]] = {
             "hog": self._hog,
-            "leak": self._leak,
+            "leak": lambda: self._leak([self._pid(plan.faulty_rank)]),
+            "worker_leak": lambda: self._leak(_children(self._pid(plan.faulty_rank))),
+            "reset": self._reset,
             "all_killed": lambda: self._signal_all(signal.SIGKILL),
             "all_terminated": lambda: self._signal_all(signal.SIGTERM),
         }
@@ -161,16 +165,23 @@ class Injector:
             (group / "cpu.weight").write_text(str(round(100 * self.plan.magnitude)))
         (group / "cgroup.procs").write_text(str(hog.pid))
 
-    def _leak(self) -> None:
-        """Limit the memory of the rank, and have it use more and more."""
+    def _leak(self, pids: Sequence[int]) -> None:
+        """Limit the memory of these processes, and have one of them use more and more."""
         group = self._control_group("memory")
-        pid = self._pid(self.plan.faulty_rank)
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
         limit = group / "memory.limit_in_bytes"
         limit = limit if limit.exists() else group / "memory.max"
         limit.write_text(str(pages * os.sysconf("SC_PAGE_SIZE") + _LEAK_BYTES))
-        (group / "cgroup.procs").write_text(str(pid))
-        self._order("leak")
+        for pid in pids:
+            (group / "cgroup.procs").write_text(str(pid))
+        self._order(self.plan.fault)
+
+    def _reset(self) -> None:
+        """Have the kernel close the rank's connections to its peers."""
+        network = self.cluster.network
+        assert network is not None
+        node = self._node(self.plan.faulty_rank)
+        network.reset(node, self._pid(self.plan.faulty_rank), {self._pid(r) for r in self.ranks})
 
     def _control_group(self, controller: str) -> Path:
         """Return a new control group, of version 1 if this machine mounts its controllers."""
@@ -192,6 +203,11 @@ def why_no_control_groups() -> str | None:
     except OSError as error:
         return f"control groups cannot be made here: {error}"
     return None if has_weight else "control groups have no controller for CPUs here"
+
+
+def _children(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for children in lists for child in children.read_text().split()]
 
 
 def _remove(group: Path) -> None:

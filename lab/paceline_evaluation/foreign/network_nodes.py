@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from contextlib import ExitStack
@@ -10,6 +11,8 @@ from itertools import count
 
 _NETWORKS = [f"10.213.{number}" for number in range(7, 256)]
 _serial = count()
+_CONNECTION = re.compile(r"(\S+:\d+)\s+(\S+:\d+)\s+users:(\S+)")  # as `ss -p` shows it
+_PID = re.compile(r"pid=(\d+)")
 
 
 class NetworkError(Exception):
@@ -77,6 +80,21 @@ class NetworkNodes:
     def block(self, one: int, other: int) -> None:
         route = ("route", "add", "blackhole", f"{self.address(other)}/32")
         run("ip", "-n", self.names[one], *route)
+
+    def reset(self, number: int, pid: int, peers: set[int]) -> None:
+        """Have the kernel of the node close the connections of process `pid` to its peers."""
+        ends = {}
+        for name in self.names:
+            shown = run("ip", "netns", "exec", name, "ss", "-tnpHO", "state", "established")
+            for local, remote, users in _CONNECTION.findall(shown):
+                ends[local] = (remote, set(map(int, _PID.findall(users))))
+        ports = {
+            local.rpartition(":")[2]
+            for local, (remote, pids) in ends.items()
+            if pid in pids and ends.get(remote, ("", set()))[1] & peers - {pid}
+        }
+        filters = " or ".join(f"sport = :{port}" for port in ports)
+        run(*self.inside(number), "ss", "-K", "-t", "state", "established", f"( {filters} )")
 
     def set_mtu(self, number: int, mtu: int) -> None:
         run(*self.inside(number), "ip", "link", "set", "eth0", "mtu", str(mtu))

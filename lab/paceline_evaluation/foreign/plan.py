@@ -22,7 +22,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "crash": (
         *("sigkill", "error", "sigsegv", "exit", "leak", "sigterm", "disconnect", "all_killed"),
-        "all_terminated",
+        *("all_terminated", "reset", "worker_leak"),
     ),
 }
 SCRIPTS = {"hugging_face": "hugging_face.py", "lightning": "lightning_ddp.py"}
@@ -99,7 +99,7 @@ def _draw(chance: random.Random, kind: str, fault: str, trainer: str) -> Plan:
         faulty_rank=chance.randrange(ranks),
         magnitude=_draw_magnitude(chance, fault),
         healthy_seconds=chance.uniform(6.0, 15.0),
-        surroundings=_draw_surroundings(chance, trainer, ranks),
+        surroundings=_draw_surroundings(chance, trainer, ranks, loads=fault == "worker_leak"),
     )
 
 
@@ -109,12 +109,16 @@ def _draw_magnitude(chance: random.Random, fault: str) -> float:
     return chance.uniform(least, 2.0)
 
 
-def _draw_surroundings(chance: random.Random, trainer: str, ranks: int) -> Surroundings:
+def _draw_surroundings(
+    chance: random.Random, trainer: str, ranks: int, *, loads: bool
+) -> Surroundings:
+    """Draw what else runs; `loads`: certainly a loader worker."""
+
     def is_drawn() -> bool:
         return chance.random() < _SURROUNDINGS_SHARE
 
     hogs = chance.choice((1, 2)) if is_drawn() else 0
-    is_disk_busy, loads = is_drawn(), is_drawn()
+    is_disk_busy, loads = is_drawn(), is_drawn() or loads
     recompiles, varies, evaluates, saves, collects = (is_drawn() for _ in range(5))
     rows = max(8, 192 // ranks)
     arguments = ["--batch", str(rows)]

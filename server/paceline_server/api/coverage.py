@@ -20,7 +20,8 @@ def unrecorded_communication(job: JobRow) -> str | None:
     spent = job.ledger
     if (job.step or 0) < _FEWEST_STEPS or not spent.compute_seconds:
         return None
-    blocked = spent.communication_seconds + spent.peer_wait_seconds + spent.straggler_seconds
+    blocked = spent.communication_seconds + spent.peer_wait_seconds
+    blocked += spent.straggler_seconds + spent.slow_link_seconds
     if blocked or spent.bubble_seconds or spent.bubble_excess_seconds:
         return None
     return (

@@ -79,6 +79,7 @@ class LedgerModel(Resource):
     communication_seconds: float  # exposed transfers, without waits
     bubble_seconds: float  # idle time that the schedule has
     straggler_seconds: float  # lost to slow ranks, by themselves and by those that wait for them
+    slow_link_seconds: float = 0.0  # lost to slow links, in transfers and waits for them
     peer_wait_seconds: float  # lost: other waits for the last rank of a collective or transfer
     bubble_excess_seconds: float  # lost: idle time beyond the schedule
     data_wait_seconds: float
@@ -272,6 +273,7 @@ class Step(Resource):
     tokens: int | None = None
     # lost time, contained in the times above; null: not known
     straggler_seconds: float | None = None
+    slow_link_seconds: float | None = None
     peer_wait_seconds: float | None = None
     bubble_excess_seconds: float | None = None
     goodput_ratio: float | None = None  # the rest without data wait and checkpoint, over duration

@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_fields
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.hang.operation_text import operation_text
-from paceline_server.detect.kinds import kind_of
+from paceline_server.detect.kinds import SLOW_LINK, kind_of
 from paceline_server.detect.observation import (
     EarlierRank,
     Generation,
@@ -262,7 +262,13 @@ class RunningGeneration:
     def _with_goodput(self, summary: StepSummary, timing: StepTiming) -> StepSummary:
         topology, metadata = self.generation.topology, self.model.metadata
         least = self._policy.straggler_slowdown
-        goodput = step_goodput(summary, timing, topology, metadata, least)
+        links = [
+            finding.cost_ratio or 0.0
+            for finding in self._active_findings.values()
+            if finding.kind == SLOW_LINK.name
+        ]
+        cost = max(links, default=0.0)
+        goodput = step_goodput(summary, timing, topology, metadata, least, cost)
         return replace_fields(summary, goodput=goodput)
 
     def _relocate(self) -> None:

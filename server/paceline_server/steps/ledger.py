@@ -39,6 +39,7 @@ class _PartTimes(msgspec.Struct, array_like=True):
     bubble_excess: int = 0
     samples: int = 0
     tokens: int = 0
+    slow_link: int = 0
 
     def add(self, times: _PartTimes, sign: int = 1) -> None:
         for part in self.__struct_fields__:
@@ -161,6 +162,7 @@ class GoodputLedger:
             communication_seconds=sums.communication / 1e9,
             bubble_seconds=sums.bubble / 1e9,
             straggler_seconds=sums.straggler / 1e9,
+            slow_link_seconds=sums.slow_link / 1e9,
             peer_wait_seconds=sums.peer_wait / 1e9,
             bubble_excess_seconds=sums.bubble_excess / 1e9,
             data_wait_seconds=sums.data_wait / 1e9,

@@ -71,9 +71,15 @@ class StepGoodput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     straggler_seconds: float  # lost: slow ranks, and waits for them
     peer_wait_seconds: float  # lost: other waits for the last rank of a collective or transfer
     bubble_excess_seconds: float  # lost: idle time beyond the schedule
+    slow_link_seconds: float = 0.0  # lost: slow links, and waits for them
 
 
-LOSSES = ("straggler_seconds", "peer_wait_seconds", "bubble_excess_seconds")
+LOSSES = (
+    "straggler_seconds",
+    "slow_link_seconds",
+    "peer_wait_seconds",
+    "bubble_excess_seconds",
+)
 
 
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +173,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     communication_seconds: float = 0.0
     bubble_seconds: float = 0.0
     straggler_seconds: float = 0.0
+    slow_link_seconds: float = 0.0
     peer_wait_seconds: float = 0.0
     bubble_excess_seconds: float = 0.0
     data_wait_seconds: float = 0.0

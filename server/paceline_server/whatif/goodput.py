@@ -3,7 +3,7 @@
 The same definition as the speedups of a running job: a straggler costs what `RunReplay.speedup`
 gains if it is as fast as its peers. The lost time is taken from where it was measured: the longer
 compute of the slow rank, the waits of the others, and the bubble. So the parts of a step sum to its
-duration as before.
+duration as before. A slow link costs what its report says, taken from the transfers first.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ def step_goodput(
     topology: Topology,
     metadata: Mapping[str, str],
     straggler_slowdown: float,
+    link_cost_ratio: float = 0.0,
 ) -> StepGoodput:
     """Return the goodput of a step.
 
     Args:
         straggler_slowdown: a rank whose self time is this multiple of its peers' is a straggler.
+        link_cost_ratio: share of the step time that a healthy link would save (what-if).
     """
     ranks = timing.ranks
     slowdown = np.array([rank.slowdown or 1.0 for rank in summary.ranks])
@@ -43,7 +45,8 @@ def step_goodput(
             excess, stage, summary.duration_seconds
         )
     speedup = max(speedup, 1.0)
-    scheduled = ranks.bubble_seconds * _scheduled_shares(summary.bubbles, stage) / speedup
+    scheduled = ranks.bubble_seconds * _scheduled_shares(summary.bubbles, stage)
+    scheduled *= (1.0 - link_cost_ratio) / speedup
     beyond = float((ranks.bubble_seconds - scheduled).mean())
     waits = float(ranks.wait_seconds.mean())
     longer = float(excess.mean())
@@ -52,14 +55,19 @@ def step_goodput(
     # nothing; more than what was measured cannot be lost.
     computing = min(lost, longer)
     waiting = min(lost - computing, waits + beyond)
-    left = 1.0 - waiting / (waits + beyond) if waiting else 1.0
+    transfers = float(ranks.communication_seconds.mean()) - waits
+    links = min(summary.duration_seconds * link_cost_ratio, transfers + waits + beyond - waiting)
+    transferring = min(links, transfers)
+    unneeded = waiting + links - transferring
+    left = 1.0 - unneeded / (waits + beyond) if unneeded else 1.0
     return StepGoodput(
         compute_seconds=float(ranks.compute_seconds.mean()) - computing,
-        communication_seconds=float(ranks.communication_seconds.mean()) - waits,
+        communication_seconds=transfers - transferring,
         bubble_seconds=float(scheduled.mean()),
         straggler_seconds=computing + waiting,
         peer_wait_seconds=waits * left,
         bubble_excess_seconds=beyond * left,
+        slow_link_seconds=links,
     )
 
 

@@ -78,6 +78,10 @@ def test_idle_time_of_ranks_that_wait_for_a_cpu_is_not_blamed_on_transfers():
     show_waits(watched, share=0.3)
     [found] = watched.show(job.play(step) for step in range(30))
     assert (found.cause, found.severity) == ("CPU contention", "info")
+    assert found.speedup is None, "the CPUs work for other ranks meanwhile"
+    assert "gives" not in found.summary
+    assert found.advice.startswith("Give the ranks more CPUs.")
+    assert "zero-bubble" not in found.advice
 
 
 @pytest.mark.parametrize("is_measured", [True, False])

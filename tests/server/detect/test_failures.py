@@ -565,4 +565,24 @@ def test_a_rank_whose_loader_worker_was_killed_is_out_of_memory(job):
     job.device_event("node-0", "oom_kill", "host", KILLED.format(pid=4242))
     words = "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed."
     job.exit(1, exit_code=1, log_tail=words)
-    assert [found.cause for found in tick(job)] == ["out of memory"]
+    [found] = tick(job)
+    assert (found.cause, found.rank) == ("out of memory", 1)
+    assert found.summary == "A loader worker of rank 1 (node-0) ran out of memory."
+
+
+def test_a_rank_that_notices_its_dead_worker_by_a_broken_connection_is_the_first_cause(job):
+    job.exit(0, exit_code=1, log_tail=RESET)
+    noticed = """Traceback (most recent call last):
+  File "data.py", line 3, in get
+ConnectionResetError: [Errno 104] Connection reset by peer
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+RuntimeError: DataLoader worker (pid(s) 4242) exited unexpectedly
+"""
+    job.exit(1, exit_code=1, log_tail=noticed)
+    [found] = tick(job)
+    assert found.rank == 1
+    assert "DataLoader worker (pid(s) 4242) exited unexpectedly" in found.summary

@@ -169,6 +169,13 @@ def test_ranks_that_a_signal_asked_to_end_may_take_longer_if_all_received_it():
     assert [found.rank for found in stuck.wait(15)] == [2]
 
 
+def test_a_rank_that_raised_an_error_may_take_longer_to_end():
+    stuck = StuckJob(status="failed")
+    make_all_wait_for(stuck, 2)
+    assert stuck.wait(15) == []
+    assert [found.rank for found in stuck.wait(30)] == [2]
+
+
 def test_ranks_before_their_first_step_have_the_start_timeout():
     """The ranks are between `paceline.init()` and the first step.
 

@@ -10,6 +10,10 @@ Two data-parallel ranks train four steps. Times are milliseconds since the start
     rank 1 computes at half speed   0    50   450           1450 1550 1650 1700
       all-reduce 1 in flight                       750-1050
       all-reduce 2 in flight                              1400-1550
+    slow link, both ranks           0    50   250            750 1250 1350 1400
+      all-reduce 1 in flight                       400-700
+      all-reduce 2 in flight                               700-1250
+
     its peer, rank 0                0    50   250            750 1550 1650 1700
       all-reduce 1 in flight                       400-1050
       all-reduce 2 in flight                               700-1550
@@ -60,6 +64,7 @@ def rows(
 
 HEALTHY = (200, 500, (400, 700), (700, 850))
 SLOW = (400, 1000, (750, 1400), (1050, 1550))
+SLOW_LINK = (200, 500, (400, 700), (700, 1250))
 WAITING = (200, 500, (400, 700), (1050, 1550))
 
 
@@ -163,6 +168,34 @@ def test_a_straggler_step(run: Run) -> None:
     assert goodput.peer_wait_seconds == pytest.approx(0)
     # Rank 0: in flight 400-1550, blocked 750-1550. Rank 1: 750-1050 and 1400-1550, less 1450-1550.
     assert [rank.overlapped_seconds for rank in step.ranks] == pytest.approx([0.35, 0.35])
+
+
+def test_a_slow_link_costs_goodput_what_a_healthy_one_would_gain(run: Run) -> None:
+    """The last 400 of a 1.4 s step are a transfer that took 100 before: 500 now, on both ranks.
+
+    On the healthy link the step takes 1.0: 0.75 compute, 0.1 transfer, 0.1 optimizer, 0.05 data.
+    """
+    for _ in range(20):
+        outcome = run.step(HEALTHY, HEALTHY)
+    assert outcome.ledger.slow_link_seconds == 0
+    for _ in range(8):
+        outcome = run.step(SLOW_LINK, SLOW_LINK)
+    [step] = outcome.steps
+    goodput = step.goodput
+    assert step.duration_seconds == pytest.approx(1.4)
+    assert goodput.slow_link_seconds == pytest.approx(0.4, rel=0.01)
+    assert goodput.communication_seconds == pytest.approx(0.1, rel=0.04)
+    assert goodput.compute_seconds == pytest.approx(0.75)
+    assert goodput.straggler_seconds == goodput.peer_wait_seconds == 0
+    ledger = outcome.ledger
+    counted = round(ledger.slow_link_seconds / 0.4)  # those after the report
+    assert 1 <= counted < 8
+    assert ledger.slow_link_seconds == pytest.approx(counted * 0.4, rel=0.01)
+    useful = 28 * (0.75 + 0.1 + 0.1) + (8 - counted) * 0.4
+    assert ledger.goodput_ratio == pytest.approx(useful / (20 * 1.0 + 8 * 1.4), rel=0.01)
+    for _ in range(30):
+        outcome = run.step(HEALTHY, HEALTHY)
+    assert outcome.steps[0].goodput.slow_link_seconds == 0
 
 
 def test_the_ledger_and_the_efficiency_of_the_job(run: Run) -> None:

@@ -94,6 +94,7 @@ class Checkpoints:
             raise ValueError(f'memory must be True, False or "auto", got {memory!r}')
         if _POSITION in state:
             raise ValueError(f"the name {_POSITION!r} is Paceline's own: choose another one")
+        hooks.start_if_asked()
         group = _new_group()
         self.step = 0  # completed steps
         self.stopped = False  # all ranks end their loops on request

@@ -54,10 +54,11 @@ class Orders:
                 function(order)
 
     def in_loader(self, batch: int) -> None:
-        """Have the fault of the data set."""
-        order = self.find("slow_data", batch)
-        if order is not None:
-            time.sleep(order["seconds"])
+        """Have the faults of the data set."""
+        for fault, function in (("slow_data", slow), ("worker_leak", leak)):
+            order = self.find(fault, batch)
+            if order is not None:
+                function(order)
 
     def _read(self) -> None:
         try:

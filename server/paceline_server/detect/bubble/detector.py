@@ -40,6 +40,10 @@ _REPORTED = {
     "variation": ("uneven microbatches", "Make the microbatches of a step equally long."),
     "other": (UNKNOWN, ""),
 }
+_BUSY_ADVICE = (
+    "Give the ranks more CPUs. How much the job would gain is not known: the CPUs work for other "
+    "ranks or programs while a stage idles."
+)
 # Shares that other detectors report.
 _REPORTED_BY_OTHERS = ("imbalance", "straggler", "data")
 _DONE_BY_HOST = ("transfer", "launch", "variation", "other")
@@ -127,9 +131,12 @@ class BubbleDetector(Detector):
         waits = cpu_wait_share(observation, self.generation) or 0.0
         is_busy = name in _DONE_BY_HOST and waits >= LEAST_SHARE
         if is_busy:  # the host does this work, and has no CPU for it
-            cause, advice = CPU_CONTENTION, ""
+            cause, advice = CPU_CONTENTION, _BUSY_ADVICE
         reason = "cause unknown" if cause == UNKNOWN else f"because of {cause}"
-        if observation.timings:
+        # While one rank idles, the CPUs compute for another one: filling the bubble gains nothing,
+        # and a simulated schedule, whose ranks all compute at once, promises too much.
+        speedup = None if is_busy else gain(cost)
+        if observation.timings and not is_busy:
             found = advise_step(
                 observation.timings[-1], self.generation.topology, observation.metadata
             )
@@ -139,14 +146,14 @@ class BubbleDetector(Detector):
             cause=cause,
             summary=(
                 f"Stage {stage} idles for {percent(measured[stage])} of the pipeline phase "
-                f"({percent(theory)} expected), {reason}. It {cost_text(cost, gain(cost))}."
+                f"({percent(theory)} expected), {reason}. It {cost_text(cost, speedup)}."
             ),
             now_ns=observation.now_ns,
             stage=steps[-1][stage].stage,
             onset_step=self._steps[0][0],
             step=self._steps[-1][0],
             cost_ratio=cost,
-            speedup=gain(cost),
+            speedup=speedup,
             persistence="persistent",
             advice=advice or None,
             severity="warning" if cost >= self.settings.warning_excess and not is_busy else "info",

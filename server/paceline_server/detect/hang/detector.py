@@ -236,6 +236,8 @@ class HangDetector(Detector):
         # A signal that only some ranks received leaves the others waiting for good.
         if "checkpointing" in statuses or statuses == {"stopping"}:
             return policy.hang_checkpoint_seconds
+        if "failed" in statuses:  # its exit explains why the others wait
+            return settings.ending_seconds
         never_seen = any(rank not in observation.ranks for rank in ranks.without_page)
         if (
             "starting" in statuses

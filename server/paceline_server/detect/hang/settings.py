@@ -19,6 +19,8 @@ class HangSettings:
     # A page received longer ago does not show the current state: the delivery may hang, not the
     # training.
     freshness_seconds: float = 2.5
+    # A rank that raised an error may take this long to end: threads, workers, connections, memory.
+    ending_seconds: float = 30.0
     # Number of known steps from which their p99 is meaningful.
     known_steps: int = 3
 

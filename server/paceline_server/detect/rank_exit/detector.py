@@ -32,7 +32,11 @@ from paceline_server.detect.observation import (
     ReportedDeviceEvent,
     ReportedExit,
 )
-from paceline_server.detect.rank_exit.raised_error import error_line, is_consequence
+from paceline_server.detect.rank_exit.raised_error import (
+    LOADER_WORKERS,
+    error_line,
+    is_consequence,
+)
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.telemetry import MetricSeries
@@ -42,9 +46,7 @@ from paceline_wire.batch import RankExited
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|memoryerror|cannot allocate memory", re.IGNORECASE)
 _MAX_QUOTE_LENGTH = 200
-# Messages from the kernel, and from torch.utils.data about a worker that died.
 _KILLED = re.compile(r"Killed process (\d+)\b")
-_WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 KILLS = metric_names.RANK_KERNEL_EVENTS_TOTAL
 KERNEL_LOG_READ = metric_names.KERNEL_LOG_LOST_TOTAL  # sent with each sweep of the log
 _LOG_IS_READ_NS = 5_000_000_000
@@ -300,6 +302,8 @@ class ExitDetector(Detector):
         if rank is None:
             subject = f"R{ranks_text(together)[1:]} ({culprit.node})"
             evidence += _endings(together, observation)
+        elif killed is not None and event.signal != signal.SIGKILL:
+            subject = f"A loader worker of {self.generation.rank_text(rank)}"
         evidence += self._followers(together)
         summary = f"{subject} {_predicate(cause)}."
         node: str | None = self.generation.node(event.rank) or culprit.node
@@ -490,7 +494,9 @@ def _concerns(kill: str, event: RankExited) -> bool:
         return False
     if event.signal == signal.SIGKILL:
         return int(found[1]) == event.pid
-    return any(found[1] in named[1].split(", ") for named in _WORKERS.finditer(event.log_tail))
+    return any(
+        found[1] in named[1].split(", ") for named in LOADER_WORKERS.finditer(event.log_tail)
+    )
 
 
 def _increase_since(series: MetricSeries, since_ns: int) -> float:

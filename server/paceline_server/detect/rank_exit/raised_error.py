@@ -11,6 +11,8 @@ _CONSEQUENCE = re.compile(
     r"|dist(backend|network|store)error|failed to recv, got 0 bytes",
     re.IGNORECASE,
 )
+# torch.utils.data reports a worker that died; it may notice that by a broken connection.
+LOADER_WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # PyTorch writes it before each line of a traceback
 _TRACEBACK = "Traceback (most recent call last):"
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
@@ -34,6 +36,8 @@ def is_consequence(log_tail: str) -> bool:
     it. Without a traceback, all lines are searched.
     """
     errors = _raised_errors(log_tail)
+    if any(map(LOADER_WORKERS.search, errors)):
+        return False
     return _CONSEQUENCE.search(errors[0] if errors else log_tail) is not None
 
 
