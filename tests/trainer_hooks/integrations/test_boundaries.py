@@ -58,7 +58,7 @@ def test_a_step_that_is_not_complete_is_dropped(
     assert steps(reader) == [0]
 
 
-def test_a_job_that_has_saved_does_not_begin_anew(
+def test_a_job_that_has_saved_never_begins_at_step_0_again(
     reader: RingReader, boundaries: StepBoundaries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_SAVED_STEP", "940")

@@ -39,7 +39,7 @@ _marking: StepBoundaries | None = None  # whose steps are recorded in this proce
 
 
 class NotResumedError(Exception):
-    """A training that has saved would begin anew, and replace what it has saved."""
+    """A training that has saved would begin at step 0 again, and replace what it has saved."""
 
 
 class StepBoundaries:
@@ -88,7 +88,7 @@ class StepBoundaries:
                 f"expected to resume from the checkpoint of step {saved}, found step 0 on "
                 f"{socket.gethostname()}: its trainer has loaded no checkpoint. Check the mount of "
                 "the checkpoints, and that the script resumes (such as "
-                "resume_from_checkpoint). To train anew, start a new job."
+                "resume_from_checkpoint). To train from step 0 again, start a new job."
             )
         self.has_resumed = True
         self.begin(step)
