@@ -39,7 +39,12 @@ def dumped(directory: Path, fault: str, world_size: int = 3) -> HangReport:
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), [("skip", "host"), ("other operation", "mismatch"), ("none", None)]
+    ("fault", "kind"),
+    [
+        ("skip", "host"),
+        pytest.param("other operation", "mismatch", marks=pytest.mark.campaign),
+        ("none", None),
+    ],
 )
 def test_the_rank_that_differs_is_named(tmp_path: Path, fault: str, kind: str | None) -> None:
     found = dumped(tmp_path, fault)

@@ -236,14 +236,15 @@ def test_a_stopped_run_resumes_where_it_stopped(
     assert start("checkpoints", str(stopped + 5)).ended_after() == [stopped + 5] * 2
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("framework", "package"),
     [
         ("accelerate", "accelerate"),
-        pytest.param("hugging_face", "transformers", marks=pytest.mark.campaign),
-        pytest.param("lightning", "lightning", marks=pytest.mark.campaign),
-        pytest.param("fabric", "lightning", marks=pytest.mark.campaign),
-        pytest.param("deepspeed", "deepspeed", marks=pytest.mark.campaign),
+        ("hugging_face", "transformers"),
+        ("lightning", "lightning"),
+        ("fabric", "lightning"),
+        ("deepspeed", "deepspeed"),
     ],
 )
 def test_a_framework_saves_stops_and_resumes_by_its_own_means(
