@@ -107,9 +107,9 @@ def excluded_nodes(draft: Draft, action: ActionView) -> set[str]:
 
 def quarantine_excluded(draft: Draft, action: ActionView) -> None:
     """Quarantine the nodes that the action excludes, each for its own fault where one is known."""
-    faults = _faulty_nodes(draft, action)
+    faults, why = _faulty_nodes(draft, action), progress_of(action).why
     for agent in action.exclude_nodes:
-        quarantine(draft, agent, faults.get(agent, progress_of(action).why))
+        quarantine(draft, agent, faults.get(agent, why))
 
 
 def _faulty_nodes(draft: Draft, action: ActionView) -> dict[str, str]:
