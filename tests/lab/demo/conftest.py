@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from paceline_demo.cluster import Cluster
+from paceline_wire.local_token import find_token
 
 
 @pytest.fixture
@@ -20,3 +23,12 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         orphans = started.close()
         started.remove_logs()
     assert orphans == 0
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    """Open a client of the cluster's API with the operator's token."""
+    headers = {"Authorization": f"Bearer {find_token(cluster.url, 'operator', os.environ)}"}
+    url = f"{cluster.url}/api/v1"
+    with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as opened:
+        yield opened

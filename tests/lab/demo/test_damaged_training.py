@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
-from paceline_demo.cluster import Cluster
-from paceline_wire.local_token import find_token
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.alone, pytest.mark.campaign, pytest.mark.timeout(1800)]
@@ -95,14 +91,6 @@ class Job:
             return bool((view["state"], view["generation"]) == (state, generation))
 
         wait_for(is_so, f"{state} in generation {generation}", SECONDS)
-
-
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[httpx.Client]:
-    headers = {"Authorization": f"Bearer {find_token(cluster.url, 'operator', os.environ)}"}
-    url = f"{cluster.url}/api/v1"
-    with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as opened:
-        yield opened
 
 
 def test_after_a_nan_the_ranks_go_back_leave_its_data_out_and_train_on(

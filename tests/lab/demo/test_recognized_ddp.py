@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import httpx
 import pytest
 
 from paceline_demo.cluster import Cluster
-from paceline_wire.local_token import find_token
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(400)]
 
@@ -29,14 +27,6 @@ def cluster() -> Iterator[Cluster]:
     finally:
         started.close()
         started.remove_logs()
-
-
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[httpx.Client]:
-    headers = {"Authorization": f"Bearer {find_token(cluster.url, 'operator', os.environ)}"}
-    url = f"{cluster.url}/api/v1"
-    with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as client:
-        yield client
 
 
 def get(client: httpx.Client, path: str) -> Any:
