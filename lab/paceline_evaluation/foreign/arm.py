@@ -109,6 +109,7 @@ class ForeignArm:
             cleanup.enter_context(
                 disturb(
                     surroundings.hogs,
+                    at_times=surroundings.at_times,
                     is_disk_busy=surroundings.is_disk_busy,
                     directory=self.cluster.directory,
                     environment=self.cluster.environment(),

@@ -35,6 +35,7 @@ _HEADLINES = {
     "sigsegv": "SIGSEGV",
     "sigterm": "SIGTERM",
     "error": "bad batch 17",
+    "nccl_error": "uncorrectable ECC error",
     "exit": "code 0",
     "leak": "out of memory",
     "disconnect": "onnection",

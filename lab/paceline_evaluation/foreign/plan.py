@@ -22,7 +22,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "crash": (
         *("sigkill", "error", "sigsegv", "exit", "leak", "sigterm", "disconnect", "all_killed"),
-        *("all_terminated", "reset", "worker_leak"),
+        *("all_terminated", "reset", "worker_leak", "nccl_error"),
     ),
 }
 SCRIPTS = {"hugging_face": "hugging_face.py", "lightning": "lightning_ddp.py"}
@@ -39,11 +39,14 @@ class Surroundings:
     """Other activity in a healthy training and on its machine."""
 
     hogs: int = 0
+    at_times: bool = False  # they compute for some seconds at a time
     is_disk_busy: bool = False
     arguments: tuple[str, ...] = ()  # the arguments of the script
 
     def text(self) -> str:
-        words = [f"{self.hogs} hogs"] * (self.hogs > 0) + ["busy disk"] * self.is_disk_busy
+        words = [f"{self.hogs} hogs" + " at times" * self.at_times] * (self.hogs > 0) + [
+            "busy disk"
+        ] * self.is_disk_busy
         return ", ".join([*words, " ".join(self.arguments)]).strip(", ") or "quiet"
 
 
@@ -118,6 +121,7 @@ def _draw_surroundings(
         return chance.random() < _SURROUNDINGS_SHARE
 
     hogs = chance.choice((1, 2)) if is_drawn() else 0
+    at_times = hogs > 0 and chance.random() < 0.5
     is_disk_busy, loads = is_drawn(), is_drawn() or loads
     recompiles, varies, evaluates, saves, collects = (is_drawn() for _ in range(5))
     rows = max(8, 192 // ranks)
@@ -135,4 +139,4 @@ def _draw_surroundings(
         if trainer in ("ddp", "accumulation"):
             arguments += ["--compile"] * recompiles
         arguments = ["--trainer", trainer, *arguments]
-    return Surroundings(hogs, is_disk_busy, tuple(arguments))
+    return Surroundings(hogs, at_times, is_disk_busy, tuple(arguments))

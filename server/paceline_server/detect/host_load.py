@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.telemetry import MetricSeries
 from paceline_wire import metric_names
 
 WAIT = metric_names.RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL
+NODE_WAIT = metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL
 RECENT_NS = 10_000_000_000
 MOST_RANKS = 64  # enough for a median
 # A smaller share does not matter: ranks of a job without any other load wait that long.
 LEAST_SHARE = 0.1
+USUAL_SECONDS = 60.0  # before an onset
+_ONSET_NS = 3_000_000_000  # what is sampled may have changed as long before the onset
 # Schedulers even out over this time, so that differences between ranks shrink with its multiples.
 _EVENS_OUT_SECONDS = 5.0
 
@@ -22,15 +27,46 @@ def cpu_wait_share(observation: Observation, generation: Generation) -> float | 
 
     None if it is not measured.
     """
-    telemetry, since_ns = observation.telemetry, observation.now_ns - RECENT_NS
-    rates = []
+    since_ns = observation.now_ns - RECENT_NS
+    shares = [series.rate_since(since_ns) for series in _waits(observation, generation)]
+    return _median_share(shares)
+
+
+def rise_of_waits(
+    observation: Observation, generation: Generation, nodes: Iterable[str], onset_ns: int
+) -> float:
+    """Return by how much more of the recent time is spent waiting for CPUs than before `onset_ns`.
+
+    The larger of two shares: the time in which any task of one of these nodes waits for a CPU,
+    which no chain of threads can exceed, and what the median rank waits.
+    """
+    telemetry = observation.telemetry
+    pressures = [found for node in nodes if (found := telemetry.find(node, NODE_WAIT)) is not None]
+    waits = list(_waits(observation, generation))
+    since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
+    rises = [_rise([pressure], onset_ns, since_ns) for pressure in pressures]
+    return max([*rises, _rise(waits, onset_ns, since_ns)])
+
+
+def _rise(series: Sequence[MetricSeries], onset_ns: int, since_ns: int) -> float:
+    before = _median_share([one.rate_before(onset_ns - _ONSET_NS, USUAL_SECONDS) for one in series])
+    since = _median_share([one.rate_since(since_ns) for one in series])
+    return 0.0 if before is None or since is None else max(since - before, 0.0)
+
+
+def _waits(observation: Observation, generation: Generation) -> Iterator[MetricSeries]:
+    """Yield the series of the ranks' waits for CPUs."""
+    telemetry = observation.telemetry
     for rank, node in list(generation.nodes.items())[:MOST_RANKS]:
         labels = {"job": generation.job, "rank": str(rank)}
         series = telemetry.find(node, WAIT, **labels) or telemetry.find(node, WAIT, rank=str(rank))
-        rate = None if series is None else series.rate_since(since_ns)
-        if rate is not None:
-            rates.append(min(rate, 1.0))
-    return median(rates) if rates else None
+        if series is not None:
+            yield series
+
+
+def _median_share(rates: Iterable[float | None]) -> float | None:
+    known = [min(rate, 1.0) for rate in rates if rate is not None]
+    return median(known) if known else None
 
 
 def largest_accident(share: float | None, seconds: float, own_share: float | None = None) -> float:

@@ -8,6 +8,7 @@ MiB; `make bench` measures it.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -210,10 +211,12 @@ class MetricSeries:
         first = max(int(np.searchsorted(times, time_ns)) - 1, 0)
         return _rate(times[first:], values[first:])
 
-    def rate_before(self, time_ns: int) -> float | None:
+    def rate_before(self, time_ns: int, seconds: float = math.inf) -> float | None:
+        """Return the growth per second before `time_ns`, of the last `seconds` at most."""
         times, values = self.columns()
+        first = max(int(np.searchsorted(times, time_ns - seconds * 1e9)) - 1, 0)
         end = int(np.searchsorted(times, time_ns))
-        return _rate(times[:end], values[:end])
+        return _rate(times[first:end], values[first:end])
 
 
 def _every_second(flat: array[float]) -> Iterator[float]:

@@ -14,6 +14,39 @@ from paceline_wire.spans import Op
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4242"
 
 
+NCCL_ERROR = """Traceback (most recent call last):
+  File "train.py", line 90, in <module>
+    loss.backward()
+torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/\
+ProcessGroupNCCL.cpp:3699, {what}, NCCL version 2.27.3
+{kind}
+Last error:
+{last}
+[rank5]:[W1125 ProcessGroupNCCL.cpp:1250] Warning: destroy_process_group() was not called
+"""
+NCCL_CUDA = NCCL_ERROR.format(
+    what="unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    kind="ncclUnhandledCudaError: Call to CUDA function failed.",
+    last="Cuda failure 214 'uncorrectable ECC error encountered'",
+)
+NCCL_REMOTE = NCCL_ERROR.format(
+    what="remote process exited or there was a network error",
+    kind="ncclRemoteError: A call failed possibly due to a network error.",
+    last="socketProgressOpt: Call to recv from 10.0.0.7<41337> failed : Connection reset by peer",
+)
+NCCL_SHARED_MEMORY = NCCL_ERROR.format(
+    what="unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    kind="ncclSystemError: System call (e.g. socket, malloc) or external library call failed.",
+    last="Error while creating shared memory segment /dev/shm/nccl-jNvlgr (size 9637888)",
+)
+WATCHDOG = """[rank5]:[E1125 ProcessGroupNCCL.cpp:1595] [PG ID 0 Rank 5] Process group watchdog \
+thread terminated with exception: {what}
+terminate called after throwing an instance of 'c10::DistBackendError'
+"""
+WATCHDOG_CUDA = WATCHDOG.format(what="CUDA error: an illegal memory access was encountered")
+WATCHDOG_TIMEOUT = WATCHDOG.format(what="Watchdog caught collective operation timeout: WorkNCCL")
+
+
 @pytest.fixture
 def job() -> SimulatedJob:
     job = SimulatedJob(seed=1)
@@ -50,6 +83,30 @@ def test_peers_that_exit_afterwards_are_not_blamed(job):
     assert (found.rank, found.cause) == (5, "killed by SIGKILL")
     heartbeat(job)
     assert tick(job, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("log_tail", "quote"),
+    [
+        (NCCL_CUDA, "Cuda failure 214 'uncorrectable ECC error encountered'"),
+        (NCCL_SHARED_MEMORY, "Error while creating shared memory segment"),
+    ],
+)
+def test_an_error_of_nccl_about_the_own_device_or_node_is_a_cause(job, log_tail, quote):
+    job.exit(4, exit_code=1, log_tail=NCCL_REMOTE)
+    job.exit(5, exit_code=1, log_tail=log_tail, at_ns=job.now_ns + 10**9)
+    job.exit(6, exit_code=1, log_tail=RESET)
+    [found] = tick(job)
+    assert found.rank == 5
+    assert found.cause.startswith("exit code 1: torch.distributed.DistBackendError: NCCL error: ")
+    assert quote in found.cause
+
+
+def test_an_abort_after_a_device_error_is_a_cause_and_one_after_a_timeout_is_not(job):
+    job.exit(4, signal=6, log_tail=WATCHDOG_TIMEOUT)
+    job.exit(5, signal=6, log_tail=WATCHDOG_CUDA, at_ns=job.now_ns + 10**9)
+    [found] = tick(job)
+    assert (found.rank, found.cause) == (5, "killed by SIGABRT")
 
 
 def test_the_rank_that_exits_first_is_blamed(job):

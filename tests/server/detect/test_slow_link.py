@@ -12,6 +12,9 @@ from paceline_server.detect.slow_link.traffic import MOST_FAMILIES, TransferBase
 from paceline_server.steps.timing import TransferTimes
 from paceline_wire.batch import Sample
 from paceline_wire.metric_names import (
+    PRESSURE_CPU_WAITING_SECONDS_TOTAL as CPU_PRESSURE,
+)
+from paceline_wire.metric_names import (
     RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL as RUN_QUEUE_WAIT,
 )
 from paceline_wire.spans import Op
@@ -115,6 +118,26 @@ def test_transfers_that_wait_for_a_cpu_of_a_busy_host_are_no_warning():
         found += run.advance(1)
     assert [(one.cause, one.severity) for one in found] == [("CPU contention", "info")]
     assert found[0].cost_ratio > 0.05
+
+
+@pytest.mark.parametrize("rises", ["nowhere", "elsewhere", "at one end", "for a while"])
+def test_a_cost_that_more_waiting_for_cpus_explains_is_not_judged(rises):
+    """Tasks wait for CPUs in 10% of the time, and since the onset in 60%."""
+    run = watched(PIPELINE, 3, ranks_per_node=1)
+    link, found, waited = run.links()[0], [], dict.fromkeys(range(PIPELINE.world_size), 0.0)
+    busy = {"nowhere": None, "elsewhere": 15}.get(rises, link[0])
+    until = 60 if rises == "for a while" else 120
+    for step in range(120):
+        if step == 40:
+            run.slow_links = both_ways(link, 12.0)
+        for rank in waited:
+            waited[rank] += 0.6 * (0.6 if rank == busy and 40 <= step < until else 0.1)
+            sample = Sample(CPU_PRESSURE, {}, waited[rank], T0 + step * 600_000_000)
+            run.telemetry.add(f"node-{rank}", sample)
+        found += run.advance(1)
+    assert bool(found) == (rises != "at one end")
+    if rises == "for a while":
+        assert found[0].step > 60
 
 
 def test_a_link_slow_in_one_direction_is_found():

@@ -218,7 +218,8 @@ class ReplicaCheck:
             return
         before = self._cost_seconds
         self._cost_seconds = seconds if not before else 0.8 * before + 0.2 * seconds
-        needed = self._cost_seconds / (self._overhead * self._step_seconds)
+        # At half of what is allowed, checksums that take longer than usual stay within it.
+        needed = 2.0 * self._cost_seconds / (self._overhead * self._step_seconds)
         every = self._least_every
         while every < needed and every < MOST_EVERY:
             every *= 2

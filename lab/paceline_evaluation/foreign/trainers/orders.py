@@ -140,6 +140,17 @@ def error(order: dict[str, Any]) -> None:
     raise ValueError("bad batch 17")
 
 
+def nccl_error(order: dict[str, Any]) -> None:
+    """Raise what NCCL raises after an error of this rank's device."""
+    raise dist.DistBackendError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, unhandled "
+        "cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\n"
+        "Cuda failure 214 'uncorrectable ECC error encountered'"
+    )
+
+
 def leak(order: dict[str, Any]) -> None:
     """Use more and more memory, until the kernel intervenes."""
     leaked = []
@@ -162,7 +173,7 @@ IN_STEP: dict[str, Callable[[dict[str, Any]], None]] = {
     function.__name__: function
     for function in (
         *(slow, slow_compute, garbage, lock, endless, gil, read_socket, read_file, another_op),
-        *(caught, stop, error, leak, disconnect),
+        *(caught, stop, error, nccl_error, leak, disconnect),
     )
 }
 

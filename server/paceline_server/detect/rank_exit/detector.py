@@ -36,6 +36,7 @@ from paceline_server.detect.rank_exit.raised_error import (
     LOADER_WORKERS,
     error_line,
     is_consequence,
+    names_device_error,
 )
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.rank_list import ranks_text
@@ -444,14 +445,15 @@ def _is_unknown(event: RankExited) -> bool:
 def _is_cause(reported: ReportedExit) -> bool:
     """Return whether the exit is not the consequence of another one.
 
-    A broken connection causes no signal except SIGABRT, with which torch aborts itself.
+    A broken connection causes no signal except SIGABRT, with which torch aborts itself. It also
+    does that after an error of the device, which the log names.
     """
     event = reported.event
     if _is_unknown(event):
         return False
-    if event.signal is not None:
-        return event.signal != signal.SIGABRT
-    return not is_consequence(event.log_tail)
+    if event.signal == signal.SIGABRT:
+        return names_device_error(event.log_tail)
+    return event.signal is not None or not is_consequence(event.log_tail)
 
 
 def _way_of_end(event: RankExited) -> tuple[object, ...]:
@@ -460,7 +462,8 @@ def _way_of_end(event: RankExited) -> tuple[object, ...]:
     Numbers in errors are ignored.
     """
     error = error_line(event.log_tail) if event.exit_code is not None else ""
-    return event.exit_code, event.signal, re.sub(r"\d+", "", error)
+    is_device = names_device_error(event.log_tail)
+    return event.exit_code, event.signal, is_device, re.sub(r"\d+", "", error)
 
 
 def _cause(event: RankExited) -> str:

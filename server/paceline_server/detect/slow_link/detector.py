@@ -21,7 +21,12 @@ from paceline_server.detect.causes.catalog import CPU_CONTENTION, UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
-from paceline_server.detect.host_load import LEAST_SHARE, cpu_wait_share, largest_accident
+from paceline_server.detect.host_load import (
+    LEAST_SHARE,
+    cpu_wait_share,
+    largest_accident,
+    rise_of_waits,
+)
 from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
@@ -270,7 +275,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             slowdown=slowdown,
             cost_ratio=cost_ratio,
             speedup=speedup,
-            severity=self._severity(cost_ratio, diagnosis, observation),
+            severity=self._severity(active, cost_ratio, diagnosis, observation),
             suspects_node=diagnosis.on_node and node is not None,
             evidence=[measured, *diagnosis.evidence],
             counter_evidence=diagnosis.counter_evidence,
@@ -298,21 +303,41 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         return min(max(self._share(extra_seconds, float(np.median(recent))), 0.0), 1.0)
 
     def is_certain(self, reported: _ReportedRoute, now_ns: int, observation: Observation) -> bool:
-        """Return whether more is slow than a host whose ranks wait for a CPU.
+        """Return whether more is slow than hosts whose tasks wait for CPUs.
 
         A transfer has threads on both nodes: their waits do not even out, and all links share them.
+        A few milliseconds of waiting make a short transfer many times as long, so what more waiting
+        explains is judged in time.
         """
+        now, slowdown = self._now_and_slowdown(reported)
         share = cpu_wait_share(observation, self.generation)
-        return (self.slowdown(reported) or 1.0) >= largest_accident(share, 0.0)
+        if (slowdown or 1.0) < largest_accident(share, 0.0):
+            return False
+        if not self._may_be_waits(reported, now, observation):
+            return True
+        return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
+
+    def _may_be_waits(self, reported: _ReportedRoute, now: float, observation: Observation) -> bool:
+        """Return whether waits for CPUs have grown by more than the transfers cost."""
+        nodes = {self.generation.nodes[rank] for rank in reported.route.ranks}
+        risen = rise_of_waits(observation, self.generation, nodes, reported.onset_ns)
+        return self._cost_ratio(now - reported.usual_seconds, None) < risen
 
     def _severity(
-        self, cost_ratio: float, diagnosis: Diagnosis, observation: Observation
+        self,
+        active: _ReportedRoute,
+        cost_ratio: float,
+        diagnosis: Diagnosis,
+        observation: Observation,
     ) -> Literal["info", "warning"]:
         """Transfers that wait for busy CPUs are a symptom: `host_noise` and `busy_host` warn."""
         if cost_ratio < self._detector.settings.warning_cost_ratio:
             return "info"
+        if diagnosis.cause != CPU_CONTENTION:
+            return "warning"
         share = cpu_wait_share(observation, self.generation) or 0.0
-        is_symptom = diagnosis.cause == CPU_CONTENTION and share >= LEAST_SHARE
+        now, _ = self._now_and_slowdown(active)
+        is_symptom = share >= LEAST_SHARE or self._may_be_waits(active, now, observation)
         return "info" if is_symptom else "warning"
 
     def diagnose(
