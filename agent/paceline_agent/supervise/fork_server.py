@@ -14,6 +14,7 @@ import. `ps` and /proc/PID/environ show its command, RANK and PACELINE_GENERATIO
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -59,6 +60,9 @@ def preload(modules: list[str]) -> None:
     """Import the modules. Raises their errors, and RuntimeError if a fork would not work."""
     for name in modules:
         importlib.import_module(name)
+    if "torch" in sys.modules:
+        with contextlib.suppress(ImportError):  # optimizers and DDP import it when first used
+            importlib.import_module("torch._dynamo")
     if threading.active_count() > 1:
         raise RuntimeError("an import started threads, which a forked rank would not have")
     torch = sys.modules.get("torch")

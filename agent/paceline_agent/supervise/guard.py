@@ -419,6 +419,7 @@ class Guard:
         elif self._fork_server is not None and time.monotonic() - self._busy_at >= _IDLE_SECONDS:
             self._fork_server.close()
             self._fork_server = None
+            self._fork_server_key = []  # a later command starts it again
 
     def _signal(self, rank_pid: int, start: dict[str, Any], number: int) -> int:
         """Signal a rank and all processes that it started. Return their number.
@@ -470,10 +471,10 @@ class Guard:
 
     def _preload(self, start: dict[str, Any]) -> None:
         """Start a fork server for the next generations, if the job asks for one."""
+        self._busy_at = time.monotonic()
         if start["key"][:2] == self._fork_server_key:
             return
         self._fork_server_key = start["key"][:2]
-        self._busy_at = time.monotonic()
         if self._fork_server is not None and not self._fork_server.is_for(start):
             self._fork_server.close()
             self._fork_server = None

@@ -21,6 +21,7 @@ from paceline_server.decide.restart.advance import advance_restart
 from paceline_server.decide.restart.start import finish_start
 from paceline_server.decide.stop_job import advance_stop
 from paceline_server.decide.types import Decision, JobView
+from paceline_server.decide.warm_spare import keep_spare_warm
 from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE
@@ -66,6 +67,8 @@ def decide(
         request_dumps(draft)
         _advance(draft)
         propose(draft)
+        if draft.policy.mode not in NEVER_ACTS:
+            keep_spare_warm(draft)
         _end_if_dead(draft)
     return draft.decision()
 

@@ -99,6 +99,7 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
     starts: int = 0  # first starts and restarts that were observed to the end
     failed_starts: int = 0  # starts that did not lead to a step of all ranks
     rolled_back: list[RolledBack] = []  # the newest last
+    spare_due_ns: int = 0  # when a spare node is next ordered to import the job's modules
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True):

@@ -391,6 +391,48 @@ def test_the_fork_server_ends_after_a_long_time_without_ranks(
         assert supervised.timeout_milliseconds is None
 
 
+def test_a_repeated_command_keeps_a_fork_server_without_ranks_and_starts_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[FakeForkServer] = []
+
+    class FakeForkServer:
+        def __init__(self, start: object, agent_pid: int) -> None:
+            self.closed = False
+            started.append(self)
+
+        def is_for(self, start: object) -> bool:
+            return not self.closed
+
+        def close(self) -> None:
+            self.closed = True
+
+    ours, theirs = guard.socket.socketpair()
+    with ours, theirs:
+        supervised = guard.Guard(theirs, os.getpid())
+        monkeypatch.setattr(guard, "ForkServer", FakeForkServer)
+        monkeypatch.setattr(guard, "reap", list)
+        clock = [0.0]
+        monkeypatch.setattr(guard.time, "monotonic", lambda: clock[0])
+        command = {"key": ["job", 3, 7], "environment": {PRELOAD: "torch"}}
+        for clock[0] in (0.0, 600.0, 1200.0, 1800.0):
+            supervised._preload(command)
+            supervised.check_ranks()
+        assert [one.closed for one in started] == [False]
+        clock[0] = 2701.0
+        supervised.check_ranks()
+        assert [one.closed for one in started] == [True]
+        supervised._preload(command)
+        assert [one.closed for one in started] == [True, False]
+
+
+def test_what_torch_imports_when_first_used_is_imported_with_it(job: Job) -> None:
+    """Optimizers and DDP import torch._dynamo, which takes as long as torch itself."""
+    job.modules = "slow,torch"
+    code = "import sys; assert 'torch._dynamo' in sys.modules"
+    assert forked(job, code=code).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("command", "python", "program"),
     [

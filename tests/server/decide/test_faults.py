@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from paceline_server.decide.types import IssuedCommand
 from paceline_server.detect.finding import Finding
 from paceline_wire.commands import (
     PRELOAD,
@@ -169,7 +170,7 @@ def test_a_spare_preloads_while_the_others_save(world: World) -> None:
     world.spec = replace(world.spec, environment={PRELOAD: "torch"})
     world.tick((world.finding(),))
     world.until_running(2)
-    asked = [one for one in world.commands if isinstance(one.command, PreloadRanks)]
+    asked = preloaded(world)
     assert [one.agent_id for one in asked] == ["node-4"]
     command = asked[0].command
     assert isinstance(command, PreloadRanks)
@@ -186,13 +187,42 @@ def test_a_spare_preloads_while_the_others_save(world: World) -> None:
     assert order == sorted(order)
 
 
-def test_nothing_is_preloaded_unless_requested_and_a_node_is_new(world: World) -> None:
+def preloaded(world: World) -> list[IssuedCommand]:
+    return [one for one in world.commands if isinstance(one.command, PreloadRanks)]
+
+
+def test_nothing_is_preloaded_unless_requested(world: World) -> None:
     world.tick((world.finding(),))
     world.until_running(2)
+    world.run(60.0)
+    assert preloaded(world) == []
+
+
+def test_a_spare_is_kept_warm_for_the_loss_of_a_node(world: World) -> None:
     world.spec = replace(world.spec, environment={PRELOAD: "torch"})
-    world.crash(3)
-    world.until_running(3)
-    assert not [one for one in world.commands if isinstance(one.command, PreloadRanks)]
+    world.run(30.0)
+    assert [one.agent_id for one in preloaded(world)] == ["node-4"]
+    world.run(1300.0)
+    assert [one.agent_id for one in preloaded(world)] == ["node-4"] * 3
+    before = len(world.commands)
+    world.lose("node-2")
+    world.until_running(2)
+    world.run(40.0)
+    assert len(preloaded(world)) == 3, "there is no other spare"
+    started = [one for one in world.commands[before:] if isinstance(one.command, StartRanks)]
+    moved = next(one.command for one in started if one.agent_id == "node-4")
+    command = preloaded(world)[0].command
+    assert isinstance(command, PreloadRanks)
+    assert isinstance(moved, StartRanks)
+    places = [[(one.local_rank, one.gpu) for one in each.ranks] for each in (command, moved)]
+    assert places[0] == places[1], "else its environment would be another"
+
+
+def test_no_spare_imports_for_a_job_that_is_only_observed(world: World) -> None:
+    world.spec = replace(world.spec, environment={PRELOAD: "torch"})
+    world.policy = replace(world.policy, mode="observe")
+    world.run(60.0)
+    assert preloaded(world) == []
 
 
 def test_ranks_of_a_lost_gpu_move_to_another_node(world: World) -> None:

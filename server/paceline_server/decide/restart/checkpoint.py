@@ -80,7 +80,7 @@ def _preload(draft: Draft, action: ActionView) -> None:
     if layout is not None:
         current = {rank.agent_id for rank in draft.ranks}
         new = {rank.agent_id for rank in layout.ranks} - current
-        issue_to_ranks(draft, action, PreloadRanks, layout, sorted(new))
+        issue_to_ranks(draft, action.action_id, PreloadRanks, layout, sorted(new))
 
 
 def advance_checkpoint(draft: Draft, action: ActionView) -> None:

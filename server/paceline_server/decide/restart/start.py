@@ -41,7 +41,8 @@ def start_generation(
     draft.topology = layout.topology
     draft.ranks = layout.ranks
     agents = list(dict.fromkeys(rank.agent_id for rank in layout.ranks))
-    commands = issue_to_ranks(draft, action, StartRanks, layout, agents)
+    draft.experience = replace(draft.experience, spare_due_ns=0)  # the spare may be in use now
+    commands = issue_to_ranks(draft, action.action_id, StartRanks, layout, agents)
     draft.audit("policy", f"started generation {draft.generation}", action.action_id, action.reason)
     topology = layout.topology
     detail = f"Generation {draft.generation} at {topology.text()} on {join_names(commands)}."
@@ -52,7 +53,7 @@ def start_generation(
 
 def issue_to_ranks(
     draft: Draft,
-    action: ActionView,
+    action_id: str,
     kind: type[StartRanks] | type[PreloadRanks],
     layout: RankLayout,
     agents: Sequence[str],
@@ -67,7 +68,7 @@ def issue_to_ranks(
     for agent in agents:
         own = [rank for rank in layout.ranks if rank.agent_id == agent]
         command = partial(_command, kind, draft, own, master)
-        commands[agent] = draft.issue(agent, action.action_id, command)
+        commands[agent] = draft.issue(agent, action_id, command)
     return commands
 
 

@@ -303,7 +303,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         return min(max(self._share(extra_seconds, float(np.median(recent))), 0.0), 1.0)
 
     def is_certain(self, reported: _ReportedRoute, now_ns: int, observation: Observation) -> bool:
-        """Return whether more is slow than hosts whose tasks wait for CPUs.
+        """Return whether it is still slow, and more so than hosts whose tasks wait for CPUs.
 
         A transfer has threads on both nodes: their waits do not even out, and all links share them.
         A few milliseconds of waiting make a short transfer many times as long, so what more waiting
@@ -311,7 +311,10 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         """
         now, slowdown = self._now_and_slowdown(reported)
         share = cpu_wait_share(observation, self.generation)
-        if (slowdown or 1.0) < largest_accident(share, 0.0):
+        least = max(self._detector.policy.slow_link_slowdown, largest_accident(share, 0.0))
+        cost_ratio = self._cost_ratio(now - reported.usual_seconds, None)
+        is_slow = slowdown is None or slowdown >= least
+        if not is_slow or cost_ratio < self._detector.settings.cost_ratio:
             return False
         if not self._may_be_waits(reported, now, observation):
             return True
