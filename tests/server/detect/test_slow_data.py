@@ -10,6 +10,7 @@ from watched import Watched
 
 from paceline_server.detect.host_load import WAIT
 from paceline_server.detect.slow_data.detector import SlowDataDetector
+from paceline_server.detect.slow_data.settings import SlowDataSettings
 from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
 
@@ -83,6 +84,18 @@ def test_a_stall_that_comes_and_goes_is_found():
     assert found.rank == 5
     assert not found.cleared
     assert found.cost_ratio < 0.2
+
+
+def test_stalls_that_have_become_rare_before_they_can_be_reported_are_no_finding():
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.detector.settings = SlowDataSettings(recurring_seconds=380.0)  # 38 steps
+    watched.show(played(job, 20))
+    late = {**job.late_data, 5: 0.3}
+    for step in range(20, 100):
+        is_late = step in (20, 22, 24, 26, 48, 70)
+        watched.show(played(job, 1, step, late_data=late if is_late else job.late_data))
+    assert watched.findings == []
 
 
 def test_one_long_read_is_no_finding():

@@ -173,6 +173,9 @@ class SlowDataDetector(Detector):
             seconds = (now_ns - active.onset_ns) / 1e9
             if active.finding is not None or seconds < active.least_seconds:
                 continue
+            recent = float(self._excess[:, active.ranks[0]].mean())
+            if active.is_uncertain and recent < self.settings.recurring_share:
+                continue  # it has become rare since
             finding = self._finding(fingerprint, active, observation)
             # A loader that waits for a CPU by chance is late by no more than ranks wait for one.
             share = cpu_wait_share(observation, self.generation)
