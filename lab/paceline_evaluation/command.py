@@ -69,14 +69,21 @@ def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, .
     "--largest",
     default=1024,
     show_default=True,
-    type=click.IntRange(8),
-    help="Largest number of ranks of a job.",
+    type=click.IntRange(2),
+    help="Largest number of ranks of a job; in the synthetic arm 8 or more.",
 )
 @click.option(
     "--jobs",
     default=os.cpu_count() or 1,
     type=click.IntRange(1),
     help="Number of processes.  [default: number of CPUs]",
+)
+@click.option(
+    "--healthy-seconds",
+    default=60,
+    show_default=True,
+    type=click.IntRange(10),
+    help="Length of a trial without a fault, in the foreign arm.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown table.")
@@ -89,6 +96,7 @@ def evaluate(
     kinds: str,
     largest: int,
     jobs: int,
+    healthy_seconds: int,
     as_json: bool,
     as_markdown: bool,
     output: Path | None,
@@ -130,13 +138,15 @@ def evaluate(
     skipped: list[str] = []
     progress = _ProgressLine(trials * sum(map(len, kinds_of.values())), misses)
     if "synthetic" in chosen_arms:
-        campaign = Campaign(seed, trials, kinds_of["synthetic"], largest)
+        campaign = Campaign(seed, trials, kinds_of["synthetic"], max(largest, 8))
         verdicts += campaign.run(jobs, progress)
     with terminated_as_interrupted():
         if "real" in chosen_arms:
             verdicts += RealArm(kinds_of["real"], trials, seed).run(progress)
         if "foreign" in chosen_arms:
-            foreign = ForeignArm(kinds_of["foreign"], trials, seed)
+            foreign = ForeignArm(
+                kinds_of["foreign"], trials, seed, largest=largest, none_seconds=healthy_seconds
+            )
             verdicts += foreign.run(progress)
             skipped = foreign.skipped
     result = {**figures(verdicts, chosen), "skipped": skipped}

@@ -17,7 +17,7 @@ from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.foreign.cluster import ForeignCluster
 from paceline_evaluation.foreign.disturbance import disturb
 from paceline_evaluation.foreign.inject import Injector, why_no_control_groups
-from paceline_evaluation.foreign.plan import Plan, available_trainers, draw_plans
+from paceline_evaluation.foreign.plan import MOST_RANKS, Plan, available_trainers, draw_plans
 from paceline_evaluation.observed_job import ObservedJob, finding_of
 from paceline_evaluation.record import TrialRecord
 from paceline_evaluation.scoring import TrialVerdict, judge, names_fault
@@ -59,14 +59,15 @@ class ForeignArm:
         trials: int,
         seed: int,
         trainers: Sequence[str] | None = None,
+        largest: int = MOST_RANKS,
         none_seconds: float = _NONE_SECONDS,
     ) -> None:
-        available, skipped = available_trainers()
+        available, skipped = available_trainers(largest)
         chosen = tuple(name for name in available if trainers is None or name in trainers)
         self.none_seconds = none_seconds
         self.skipped = list(skipped)
         self.cluster = ForeignCluster()
-        plans = [plan for kind in kinds for plan in draw_plans(kind, trials, seed, chosen)]
+        plans = [plan for kind in kinds for plan in draw_plans(kind, trials, seed, chosen, largest)]
         self.plans = [plan for plan in plans if self._can_run(plan)]
         self._jobs = 0
 

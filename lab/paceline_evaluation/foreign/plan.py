@@ -31,6 +31,7 @@ TRAINERS = (*PLAIN, *SCRIPTS)
 _PACKAGES = {"hugging_face": "transformers", "lightning": "lightning"}
 _LOOP_FAULTS = frozenset({"left", "exit", "caught"})  # only train.py has them
 _FOUR_RANKS = frozenset({"fsdp2_tp", "gpipe", "1f1b"})
+MOST_RANKS = 8
 _SURROUNDINGS_SHARE = 0.3  # share of trials that have each of them
 
 
@@ -68,14 +69,18 @@ class Plan:
         return SCRIPTS.get(self.trainer, "train.py")
 
 
-def available_trainers() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the trainers that can run here, and a sentence for each that cannot."""
+def available_trainers(largest: int = MOST_RANKS) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the trainers that can run here on so many ranks, and a sentence for each that is not
+    installed."""
     missing = [name for name, package in _PACKAGES.items() if find_spec(package) is None]
     skipped = tuple(f"{name}: the package {_PACKAGES[name]} is not installed" for name in missing)
-    return tuple(name for name in TRAINERS if name not in missing), skipped
+    small = tuple(name for name in TRAINERS if largest >= 4 or name not in _FOUR_RANKS)
+    return tuple(name for name in small if name not in missing), skipped
 
 
-def draw_plans(kind: str, trials: int, seed: int, trainers: tuple[str, ...]) -> list[Plan]:
+def draw_plans(
+    kind: str, trials: int, seed: int, trainers: tuple[str, ...], largest: int = MOST_RANKS
+) -> list[Plan]:
     """Return the plans of a kind. Faults and trainers occur in turn, in random order."""
     chance = random.Random(f"{seed} {kind}")
     faults = list(FAULTS[kind])
@@ -88,12 +93,13 @@ def draw_plans(kind: str, trials: int, seed: int, trainers: tuple[str, ...]) -> 
         trainer = next(name for name in queue if name in PLAIN or fault not in _LOOP_FAULTS)
         queue.remove(trainer)
         queue = queue if len(queue) > len(order) // 2 else [*queue, *order]
-        plans.append(_draw(chance, kind, fault, trainer))
+        plans.append(_draw(chance, kind, fault, trainer, largest))
     return plans
 
 
-def _draw(chance: random.Random, kind: str, fault: str, trainer: str) -> Plan:
-    ranks = chance.choice((4, 4, 8) if trainer in _FOUR_RANKS else (2, 4, 4, 4, 6, 8))
+def _draw(chance: random.Random, kind: str, fault: str, trainer: str, largest: int) -> Plan:
+    sizes = (4, 4, 8) if trainer in _FOUR_RANKS else (2, 4, 4, 4, 6, 8)
+    ranks = chance.choice([size for size in sizes if size <= largest])
     return Plan(
         kind=kind,
         fault=fault,
