@@ -1,7 +1,7 @@
 """Repairs of whole nodes: one is lost, with and without a spare, comes back, or is slow.
 
 A training of plain torch (DDP, eight gloo ranks on four emulated nodes, `paceline.Checkpoints`, a
-step of `STEP_SECONDS` or more) runs under `paceline run --preload` in mode `auto`:
+step of `STEP_SECONDS`) runs under `paceline run --preload` in mode `auto`:
 
 - *lost, with a spare*: a node is killed with all of its processes;
 - *lost, without one*: another one is killed, so that the job shrinks. Its ranks then take more
@@ -10,7 +10,9 @@ step of `STEP_SECONDS` or more) runs under `paceline run --preload` in mode `aut
 - *slow*: the ranks of a node become slow, and the job moves to the spare.
 
 A loss is confirmed when the server reports it; the time is from then to a step that all ranks have
-finished. The pause of the move is the longest time between two steps of all ranks, in steps.
+finished. The pause of the move is the longest time between two steps less one step, in steps of
+`MOVED_STEP_SECONDS`. The training function is `@paceline.resilient`: ranks that stay keep their
+process.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from paceline_demo.training import start_job
 RANKS = 8
 NODES = RANKS // GPUS_PER_NODE
 STEP_SECONDS = 0.25
+MOVED_STEP_SECONDS = 1.0
 GLOBAL_BATCH = 24
 STEADY_STEPS = 30
 WAIT_SECONDS = 180.0
@@ -51,22 +54,28 @@ import paceline
 
 directory = Path(sys.argv[1])
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-model = DistributedDataParallel(nn.Linear(256, 256))
-optimizer = torch.optim.AdamW(model.parameters())
-checkpoints = os.environ["PACELINE_CHECKPOINT_DIRECTORY"]
-state = paceline.Checkpoints(checkpoints, model=model, optimizer=optimizer)
-rows = {batch} // world
-node = os.path.basename(os.environ["PACELINE_NODE_DIRECTORY"])
-with open(directory / f"rank-{{rank}}", "a", buffering=1) as log:
-    for step in paceline.steps(range(1_000_000), state=state):
-        slow = (directory / f"slow-{{node}}").exists()
-        time.sleep({seconds} * (1.8 if slow else 1.0))
-        model(torch.randn(rows, 256)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        log.write(f"{{os.environ['PACELINE_GENERATION']}} {{rows}} {{time.monotonic_ns()}}\\n")
+
+@paceline.resilient
+def train():
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = os.environ["PACELINE_CHECKPOINT_DIRECTORY"]
+    state = paceline.Checkpoints(checkpoints, model=model, optimizer=optimizer)
+    rows = {batch} // world
+    generation = os.environ["PACELINE_GENERATION"]
+    node = os.path.basename(os.environ["PACELINE_NODE_DIRECTORY"])
+    with open(directory / f"rank-{{rank}}", "a", buffering=1) as log:
+        for step in paceline.steps(range(1_000_000), state=state):
+            slow = (directory / f"slow-{{node}}").exists()
+            time.sleep({seconds} * (1.8 if slow else 1.0))
+            model(torch.randn(rows, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log.write(f"{{generation}} {{rows}} {{time.monotonic_ns()}}\\n")
+
+train()
 """
 
 
@@ -84,9 +93,9 @@ class NotRepairedError(RuntimeError):
 
 def measure() -> Iterator[Result]:
     try:
-        with _running() as job:
+        with _running(STEP_SECONDS) as job:
             yield from _losses(job)
-        with _running() as job:
+        with _running(MOVED_STEP_SECONDS) as job:
             steps = job.move()
             yield Result("slow node, move: longest pause", steps, "steps", goal=MOVE_GOAL_STEPS)
     except NotRepairedError as error:
@@ -107,12 +116,12 @@ def _losses(job: _Job) -> Iterator[Result]:
 
 
 @contextmanager
-def _running() -> Iterator[_Job]:
+def _running(step_seconds: float) -> Iterator[_Job]:
     cluster = Cluster(NODES + 1, 0)
     try:
         cluster.start()
         with Client(cluster.url, None) as client:
-            yield _Job(cluster, client)
+            yield _Job(cluster, client, step_seconds)
     finally:
         cluster.close()
         cluster.remove_logs()
@@ -121,12 +130,12 @@ def _running() -> Iterator[_Job]:
 class _Job:
     """The training on its cluster."""
 
-    def __init__(self, cluster: Cluster, client: Client) -> None:
-        self._cluster, self._client = cluster, client
+    def __init__(self, cluster: Cluster, client: Client, step_seconds: float) -> None:
+        self._cluster, self._client, self._step_seconds = cluster, client, step_seconds
         self._directory = cluster.directory / "training"
         self._directory.mkdir()
         script = self._directory / "train.py"
-        script.write_text(SCRIPT.format(batch=GLOBAL_BATCH, seconds=STEP_SECONDS))
+        script.write_text(SCRIPT.format(batch=GLOBAL_BATCH, seconds=step_seconds))
         options = ("--preload", "torch.nn.parallel", "--preload", "paceline.checkpoints")
         command = (sys.executable, str(script), str(self._directory))
         self._job_id = start_job(cluster, (RANKS, 1, 1), "auto", command, options=options)
@@ -156,11 +165,13 @@ class _Job:
         return self._await_steps(generation + 1, "grow back")
 
     def move(self) -> float:
-        """Make a node slow. Return the longest pause of the job, in steps."""
+        """Make a node slow. Return how much later than usual a step ended at most, in steps."""
         generation = self._generation()
         (self._directory / f"slow-{self.node_of_rank(3).agent_id}").touch()
         self._await_steps(generation + 1, "move to the spare")
-        return self._longest_pause_seconds() / STEP_SECONDS
+        times = [step.at_ns for step in self._made(0)]
+        longest = max(later - earlier for earlier, later in pairwise(times)) / 1e9
+        return longest / self._step_seconds - 1.0
 
     def _job(self) -> dict[str, Any]:
         job: dict[str, Any] = self._client.get(f"/jobs/{self._job_id}")
@@ -208,11 +219,6 @@ class _Job:
         lines = path.read_text().splitlines() if path.exists() else []
         steps = [RankStep(*map(int, line.split())) for line in lines]
         return [step for step in steps if step.generation >= generation]
-
-    def _longest_pause_seconds(self) -> float:
-        """Return the longest time between the ends of two steps of all ranks."""
-        times = [step.at_ns for step in self._made(0)]
-        return max(later - earlier for earlier, later in pairwise(times)) / 1e9
 
     def _await(self, is_done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_SECONDS

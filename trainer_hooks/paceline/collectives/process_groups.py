@@ -17,6 +17,7 @@ Torch keeps the kernels for the life of the process; without a recorder they onl
 
 from __future__ import annotations
 
+import contextlib
 from _thread import get_ident
 from collections.abc import Callable
 from functools import wraps
@@ -318,7 +319,6 @@ class Hooks:
         import torch  # noqa: PLC0415
 
         self.recorder: ProcessGroupRecorder | None = None
-        self.missing: list[str] = []  # operators of this torch that cannot be recorded
         key = torch._C.DispatchKey.BackendSelect
         self._below = torch._C._dispatch_keyset_full_after(key)
         # Torch removes the kernels when these are deleted.
@@ -326,13 +326,12 @@ class Hooks:
         self._libraries = [library(space, "IMPL") for space in ("c10d", "_c10d_functional")]
         c10d, functional = self._libraries
         for name, (op, payload) in OPERATORS.items():
-            try:
+            # This torch may lack the operator, or have it with other arguments.
+            with contextlib.suppress(AttributeError, LookupError, RuntimeError, TypeError):
                 operator = getattr(torch.ops.c10d, name).default
                 arguments = [argument.name for argument in operator._schema.arguments]
                 kernel = self._kernel(operator, read_signature(op, payload, arguments))
                 c10d.impl(name, kernel, "BackendSelect", with_keyset=True)
-            except (AttributeError, LookupError, RuntimeError, TypeError):
-                self.missing.append(name)
         operator = torch.ops._c10d_functional.wait_tensor.default
         functional.impl(
             "wait_tensor", self._wait_kernel(operator), "BackendSelect", with_keyset=True
@@ -350,11 +349,8 @@ class Hooks:
         self._replace(group, "_end_coalescing", self._ending_batch)
 
     def _replace(self, owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:
-        original = getattr(owner, name, None)
-        if original is None:
-            self.missing.append(name)
-            return
-        setattr(owner, name, replacement(original))
+        if (original := getattr(owner, name, None)) is not None:
+            setattr(owner, name, replacement(original))
 
     def _kernel(self, operator: Any, signature: CallSignature) -> Function:
         redispatch, below = operator.redispatch, self._below
