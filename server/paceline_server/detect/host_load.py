@@ -22,42 +22,56 @@ _ONSET_NS = 3_000_000_000  # what is sampled may have changed as long before the
 _EVENS_OUT_SECONDS = 5.0
 
 
-def cpu_wait_share(observation: Observation, generation: Generation) -> float | None:
+def cpu_wait_share(
+    observation: Observation, generation: Generation, ranks: Iterable[int] | None = None
+) -> float | None:
     """Return the median over ranks of the share of recent time in which they waited for a CPU.
 
-    None if it is not measured.
+    Of all ranks, or these. None if it is not measured.
     """
     since_ns = observation.now_ns - RECENT_NS
-    shares = [series.rate_since(since_ns) for series in _waits(observation, generation)]
+    shares = [series.rate_since(since_ns) for series in _waits(observation, generation, ranks)]
     return _median_share(shares)
 
 
+def usual_wait_share(
+    observation: Observation, generation: Generation, before_ns: int
+) -> float | None:
+    """Return the median share of time in which ranks waited for a CPU in the minute before."""
+    before_ns -= _ONSET_NS
+    series = _waits(observation, generation)
+    return _median_share(one.rate_before(before_ns, USUAL_SECONDS) for one in series)
+
+
 def rise_of_waits(
-    observation: Observation, generation: Generation, nodes: Iterable[str], onset_ns: int
+    observation: Observation, generation: Generation, ranks: Sequence[int], onset_ns: int
 ) -> float:
     """Return by how much more of the recent time is spent waiting for CPUs than before `onset_ns`.
 
-    The larger of two shares: the time in which any task of one of these nodes waits for a CPU,
-    which no chain of threads can exceed, and what the median rank waits.
+    The largest of the shares of time in which one of these ranks waits for a CPU, or any task of
+    its node, which no chain of threads can exceed.
     """
     telemetry = observation.telemetry
+    nodes = {generation.nodes[rank] for rank in ranks if rank in generation.nodes}
     pressures = [found for node in nodes if (found := telemetry.find(node, NODE_WAIT)) is not None]
-    waits = list(_waits(observation, generation))
     since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
-    rises = [_rise([pressure], onset_ns, since_ns) for pressure in pressures]
-    return max([*rises, _rise(waits, onset_ns, since_ns)])
+    waits = _waits(observation, generation, ranks)
+    return max((_rise(one, onset_ns, since_ns) for one in (*pressures, *waits)), default=0.0)
 
 
-def _rise(series: Sequence[MetricSeries], onset_ns: int, since_ns: int) -> float:
-    before = _median_share([one.rate_before(onset_ns - _ONSET_NS, USUAL_SECONDS) for one in series])
-    since = _median_share([one.rate_since(since_ns) for one in series])
-    return 0.0 if before is None or since is None else max(since - before, 0.0)
+def _rise(series: MetricSeries, onset_ns: int, since_ns: int) -> float:
+    before = series.rate_before(onset_ns - _ONSET_NS, USUAL_SECONDS)
+    since = series.rate_since(since_ns)
+    return 0.0 if before is None or since is None else max(min(since, 1.0) - before, 0.0)
 
 
-def _waits(observation: Observation, generation: Generation) -> Iterator[MetricSeries]:
+def _waits(
+    observation: Observation, generation: Generation, ranks: Iterable[int] | None = None
+) -> Iterator[MetricSeries]:
     """Yield the series of the ranks' waits for CPUs."""
     telemetry = observation.telemetry
-    for rank, node in list(generation.nodes.items())[:MOST_RANKS]:
+    for rank in list(generation.nodes if ranks is None else ranks)[:MOST_RANKS]:
+        node = generation.nodes.get(rank, "")
         labels = {"job": generation.job, "rank": str(rank)}
         series = telemetry.find(node, WAIT, **labels) or telemetry.find(node, WAIT, rank=str(rank))
         if series is not None:

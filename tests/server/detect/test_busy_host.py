@@ -8,7 +8,9 @@ from watched import Watched
 
 from paceline_server.detect.busy_host.detector import BusyHostDetector
 from paceline_server.detect.host_load import WAIT, largest_accident
+from paceline_server.detect.slow_data.detector import SlowDataDetector
 from paceline_server.detect.straggler.detector import StragglerDetector
+from paceline_server.detect.straggler.settings import StragglerSettings
 from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
 
@@ -22,6 +24,7 @@ class Waiting:
     def __init__(self, detector):
         self.watched = Watched(detector, JOB.topology)
         self.step, self.seconds = 0, dict.fromkeys(range(8), 0.0)
+        self.late_data: dict[int, float] = {}
 
     def advance(self, steps, share, slow=None):
         found = []
@@ -33,7 +36,9 @@ class Waiting:
                 at_ns = START_NS + self.step * STEP_NS
                 node = self.watched.generation.node(rank)
                 self.watched.telemetry.add(node, Sample(WAIT, labels, self.seconds[rank], at_ns))
-            played = dataclasses.replace(JOB, slow=slow or {}).play(self.step)
+            played = dataclasses.replace(JOB, slow=slow or {}, late_data=self.late_data).play(
+                self.step
+            )
             found += self.watched.show([played])
             self.step += 1
         return found
@@ -66,6 +71,30 @@ def test_a_rank_slower_than_that_noise_is_reported():
     job = Waiting(StragglerDetector)
     job.advance(40, 0.4)
     assert [found.rank for found in job.advance(6, 0.4, slow={5: 1.7})][:1] == [5]
+
+
+def test_a_rank_that_is_left_without_a_cpu_for_some_seconds_is_not_reported():
+    """Its peers wait for it, not for CPUs, so that the host does not look busy."""
+    job = Waiting(StragglerDetector)
+    job.watched.detector.settings = StragglerSettings(contention_seconds=9.5 * STEP_NS / 1e9)
+    job.advance(40, 0.2)
+    assert job.advance(7, {5: 0.6}, slow={5: 2.5}) == []
+    assert job.advance(10, 0.2) == []
+    found = job.advance(12, {5: 0.6}, slow={5: 2.5})
+    assert [(one.rank, one.cause) for one in found][:1] == [(5, "CPU contention")]
+    quiet = Waiting(StragglerDetector)
+    quiet.watched.detector.settings = job.watched.detector.settings
+    quiet.advance(40, 0.02)
+    assert [one.rank for one in quiet.advance(7, {5: 0.6}, slow={5: 2.5})][:1] == [5]
+
+
+def test_late_data_of_a_rank_without_a_cpu_is_held_back():
+    for own, late in ((0.6, False), (0.0, True)):
+        job = Waiting(SlowDataDetector)
+        job.late_data = dict.fromkeys(range(8), 0.001)
+        job.advance(40, 0.02)
+        job.late_data = {**job.late_data, 5: 0.06}
+        assert bool(job.advance(6, {5: own})) == late
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.09])

@@ -178,7 +178,8 @@ class HangDetector(Detector):
             for live in ranks.live
             if live.state
             and live.state.process_state in STOPPED_STATES + GONE_STATES
-            and live.apparently_frozen_seconds >= limit
+            and live.apparently_frozen_seconds
+            >= (self.settings.gone_seconds if _is_gone(live) else limit)
         ]
         if not stopped or not all(
             live.surely_frozen_seconds > 0 and live.apparently_frozen_seconds >= limit / 2
@@ -238,6 +239,8 @@ class HangDetector(Detector):
             return policy.hang_checkpoint_seconds
         if "failed" in statuses:  # its exit explains why the others wait
             return settings.ending_seconds
+        if any(map(_is_gone, ranks.live)):
+            return settings.gone_seconds
         never_seen = any(rank not in observation.ranks for rank in ranks.without_page)
         if (
             "starting" in statuses
@@ -418,6 +421,10 @@ def _lacks_cpu(live: LiveRank) -> bool:
     share = live.cpu_share_while_frozen
     state = live.state.process_state if live.state else None
     return state == "R" and share is not None and share < BUSY_CPU_SHARE
+
+
+def _is_gone(live: LiveRank) -> bool:
+    return live.state is not None and live.state.process_state in GONE_STATES
 
 
 def _has_recorded(live: LiveRank) -> bool:

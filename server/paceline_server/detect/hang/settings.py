@@ -14,8 +14,10 @@ class HangSettings:
     # The agent itself must have read the same state page for this long (four reads), whatever times
     # the page contains.
     observed_seconds: float = 1.5
-    # Half of the policy's limit: it is certain that a stopped or missing process is blocked.
+    # Half of the policy's limit: it is certain that a stopped process is blocked.
     confirmed_seconds: float = 1.5
+    # How a process ended says more than that it is gone, and is reported within seconds.
+    gone_seconds: float = 6.0
     # A page received longer ago does not show the current state: the delivery may hang, not the
     # training.
     freshness_seconds: float = 2.5

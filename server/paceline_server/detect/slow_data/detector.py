@@ -178,8 +178,11 @@ class SlowDataDetector(Detector):
                 continue  # it has become rare since
             finding = self._finding(fingerprint, active, observation)
             # A loader that waits for a CPU by chance is late by no more than ranks wait for one.
-            share = cpu_wait_share(observation, self.generation)
-            if gain(finding.cost_ratio or 0.0) >= largest_accident(share, seconds):
+            shares = [
+                cpu_wait_share(observation, self.generation, ranks) or 0.0
+                for ranks in (None, active.ranks)
+            ]
+            if gain(finding.cost_ratio or 0.0) >= largest_accident(max(shares), seconds):
                 active.finding = finding
                 findings.append(finding)
         return findings

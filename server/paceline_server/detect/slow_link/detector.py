@@ -282,8 +282,10 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         )
 
     def _now_and_slowdown(self, active: _ReportedRoute) -> tuple[float, float | None]:
-        """Return the seconds of the recent steps, and their ratio to the usual ones."""
-        rows = np.array(list(self._seconds)[-FOLLOWED_STEPS:])[:, list(active.route.lanes)]
+        """Return the seconds of the recent steps since the onset, and their ratio to the usual."""
+        recent, onset = list(self._steps)[-FOLLOWED_STEPS:], active.finding.onset_step or 0
+        steps = max(1, sum(step.number >= onset for step in recent))
+        rows = np.array(list(self._seconds)[-steps:])[:, list(active.route.lanes)]
         now = float(np.nan_to_num(np.median(column_medians(rows))))
         return now, now / active.usual_seconds if active.usual_seconds > 0 else None
 
@@ -305,13 +307,14 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
     def is_certain(self, reported: _ReportedRoute, now_ns: int, observation: Observation) -> bool:
         """Return whether it is still slow, and more so than hosts whose tasks wait for CPUs.
 
-        A transfer has threads on both nodes: their waits do not even out, and all links share them.
-        A few milliseconds of waiting make a short transfer many times as long, so what more waiting
-        explains is judged in time.
+        A transfer has threads on both nodes, whose waits add up. A few milliseconds of waiting make
+        a short transfer many times as long, so what more waiting explains is judged in time.
         """
         now, slowdown = self._now_and_slowdown(reported)
         share = cpu_wait_share(observation, self.generation)
-        least = max(self._detector.policy.slow_link_slowdown, largest_accident(share, 0.0))
+        seconds = (now_ns - reported.onset_ns) / 1e9
+        accident = 1.0 + 2.0 * (largest_accident(share, seconds) - 1.0)
+        least = max(self._detector.policy.slow_link_slowdown, accident)
         cost_ratio = self._cost_ratio(now - reported.usual_seconds, None)
         is_slow = slowdown is None or slowdown >= least
         if not is_slow or cost_ratio < self._detector.settings.cost_ratio:
@@ -322,8 +325,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
 
     def _may_be_waits(self, reported: _ReportedRoute, now: float, observation: Observation) -> bool:
         """Return whether waits for CPUs have grown by more than the transfers cost."""
-        nodes = {self.generation.nodes[rank] for rank in reported.route.ranks}
-        risen = rise_of_waits(observation, self.generation, nodes, reported.onset_ns)
+        ranks = reported.route.ranks
+        risen = rise_of_waits(observation, self.generation, ranks, reported.onset_ns)
         return self._cost_ratio(now - reported.usual_seconds, None) < risen
 
     def _severity(

@@ -25,11 +25,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.detect.causes.catalog import UNKNOWN
+from paceline_server.detect.causes.catalog import CPU_CONTENTION, UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
-from paceline_server.detect.host_load import cpu_wait_share, largest_accident
+from paceline_server.detect.host_load import (
+    LEAST_SHARE,
+    cpu_wait_share,
+    largest_accident,
+    usual_wait_share,
+)
 from paceline_server.detect.kinds import STRAGGLER, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
@@ -205,7 +210,12 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         share = cpu_wait_share(observation, self.generation)
         seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
         own_share = self._own_share(reported, slowdown)
-        return slowdown >= largest_accident(share, seconds, own_share)
+        if slowdown < largest_accident(share, seconds, own_share):
+            return False
+        usual = usual_wait_share(observation, self.generation, reported.onset_ns) or 0.0
+        if usual < LEAST_SHARE or seconds >= self.settings.contention_seconds:
+            return True
+        return self.diagnose(reported, slowdown, observation).cause != CPU_CONTENTION
 
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()

@@ -27,6 +27,9 @@ class StragglerSettings:
     chronic_fault_steps: int = 6  # number of steps that must agree
     # With a single peer, the peer may be the outlier: such slowness is reported only as advice.
     chronic_fault_peers: int = 2
+    # A busy host leaves one rank after the other without a CPU for some seconds: a rank that waits
+    # for one is reported when it has been slow for this long.
+    contention_seconds: float = 15.0
 
 
 DEFAULTS = StragglerSettings()
