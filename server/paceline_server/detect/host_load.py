@@ -43,6 +43,16 @@ def usual_wait_share(
     return _median_share(one.rate_before(before_ns, USUAL_SECONDS) for one in series)
 
 
+def pressure_share(observation: Observation, generation: Generation, ranks: Sequence[int]) -> float:
+    """Return the share of recent time in which any task of a node waited for a CPU.
+
+    Of the node of these ranks where it is largest; 0 if the kernel does not measure it.
+    """
+    since_ns = observation.now_ns - RECENT_NS
+    pressures = _pressures(observation, generation, ranks)
+    return max((min(one.rate_since(since_ns) or 0.0, 1.0) for one in pressures), default=0.0)
+
+
 def rise_of_waits(
     observation: Observation, generation: Generation, ranks: Sequence[int], onset_ns: int
 ) -> float:
@@ -51,12 +61,18 @@ def rise_of_waits(
     The largest of the shares of time in which one of these ranks waits for a CPU, or any task of
     its node, which no chain of threads can exceed.
     """
-    telemetry = observation.telemetry
-    nodes = {generation.nodes[rank] for rank in ranks if rank in generation.nodes}
-    pressures = [found for node in nodes if (found := telemetry.find(node, NODE_WAIT)) is not None]
     since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
+    pressures = _pressures(observation, generation, ranks)
     waits = _waits(observation, generation, ranks)
     return max((_rise(one, onset_ns, since_ns) for one in (*pressures, *waits)), default=0.0)
+
+
+def _pressures(
+    observation: Observation, generation: Generation, ranks: Sequence[int]
+) -> list[MetricSeries]:
+    nodes = {generation.nodes[rank] for rank in ranks if rank in generation.nodes}
+    found = (observation.telemetry.find(node, NODE_WAIT) for node in nodes)
+    return [series for series in found if series is not None]
 
 
 def _rise(series: MetricSeries, onset_ns: int, since_ns: int) -> float:

@@ -140,6 +140,20 @@ def test_a_cost_that_more_waiting_for_cpus_explains_is_not_judged(rises):
         assert found[0].step > 60
 
 
+@pytest.mark.parametrize(("pressure", "is_found"), [(0.1, True), (0.95, False)])
+def test_transfers_three_times_as_long_are_not_judged_where_tasks_always_wait_for_cpus(
+    pressure, is_found
+):
+    run = watched(Topology(4, 2, 2), 7, ranks_per_node=4)
+    for second in range(120):
+        for node in range(4):
+            sample = Sample(CPU_PRESSURE, {}, pressure * second, T0 + second * 10**9)
+            run.telemetry.add(f"node-{node}", sample)
+    run.advance(40)
+    run.slow_groups = {0: 2.7}
+    assert bool(run.advance(8)) == is_found
+
+
 def test_a_link_slow_in_one_direction_is_found():
     run = watched(PIPELINE, 4, ranks_per_node=1)
     run.advance(40)

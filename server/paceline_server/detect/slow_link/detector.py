@@ -25,6 +25,7 @@ from paceline_server.detect.host_load import (
     LEAST_SHARE,
     cpu_wait_share,
     largest_accident,
+    pressure_share,
     rise_of_waits,
 )
 from paceline_server.detect.kinds import SLOW_LINK, Kind
@@ -55,6 +56,8 @@ BASELINE_STEPS = 64  # steps before the onset from which a lane's usual time is 
 # or more.
 APART = 1.5
 TRUNK_STEPS = 10  # first steps from which the usual time of lanes between nodes is taken
+# Share of a node's pressure that counts as waits of a transfer's threads, which are not measured.
+_OF_PRESSURE = 0.5
 ALIKE = 0.25  # relative change of a slowdown that is too small to report again
 
 
@@ -311,7 +314,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         a short transfer many times as long, so what more waiting explains is judged in time.
         """
         now, slowdown = self._now_and_slowdown(reported)
-        share = cpu_wait_share(observation, self.generation)
+        pressure = pressure_share(observation, self.generation, reported.route.ranks)
+        share = max(cpu_wait_share(observation, self.generation) or 0.0, _OF_PRESSURE * pressure)
         seconds = (now_ns - reported.onset_ns) / 1e9
         accident = 1.0 + 2.0 * (largest_accident(share, seconds) - 1.0)
         least = max(self._detector.policy.slow_link_slowdown, accident)
