@@ -205,9 +205,19 @@ def test_a_hang_in_a_short_operation_is_reported_at_once_even_if_steps_are_long(
     stuck.job.host_factor = 100.0
     stuck.job.advance(5)
     make_all_wait_for(stuck, 2)
-    stuck.inside(2, Op.DATA_WAIT)  # its usual duration is 50 ms
+    stuck.inside(2, Op.OPTIMIZER)
     assert stuck.wait(2.0) == []
     assert [found.rank for found in stuck.wait(1.0)] == [2]
+
+
+def test_a_read_that_takes_as_long_as_a_step_is_no_hang():
+    stuck = StuckJob(steps=0)
+    stuck.job.host_factor = 10.0  # steps of 5.6 s
+    stuck.job.advance(5)
+    make_all_wait_for(stuck, 2)
+    stuck.inside(2, Op.DATA_WAIT)  # its usual duration is 50 ms
+    assert stuck.wait(15) == []
+    assert [found.rank for found in stuck.wait(4)] == [2]
 
 
 def test_an_operation_without_records_may_take_three_steps():

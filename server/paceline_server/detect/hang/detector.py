@@ -41,6 +41,7 @@ from paceline_server.flight_recorder.received import Received, conclude
 from paceline_server.policy import Policy
 from paceline_wire.batch import RankStackTraces
 from paceline_wire.ring import StateView
+from paceline_wire.spans import Op
 from paceline_wire.stacks import StackFrame
 
 MAX_RANKS_FOR_DUMPS = 512  # reading a dump takes some milliseconds of the job's worker
@@ -267,6 +268,8 @@ class HangDetector(Detector):
         if not measured or len(measured) < len(usual):
             return max(policy.hang_after_seconds, step_limit)
         limit = max(policy.hang_after_seconds, settings.step_multiple * max(measured))
+        if any(map(_waits_for_data, blamed)):
+            limit = max(limit, step_limit)  # a slow read is as long as a step, and no hang
         return 2 * limit if any(_lacks_cpu(live) for live in blamed) else limit
 
     def _usual_seconds(self, live: LiveRank, observation: Observation) -> float | None:
@@ -421,6 +424,10 @@ def _lacks_cpu(live: LiveRank) -> bool:
     share = live.cpu_share_while_frozen
     state = live.state.process_state if live.state else None
     return state == "R" and share is not None and share < BUSY_CPU_SHARE
+
+
+def _waits_for_data(live: LiveRank) -> bool:
+    return live.state is not None and innermost_op(live.state.view) == Op.DATA_WAIT
 
 
 def _is_gone(live: LiveRank) -> bool:
