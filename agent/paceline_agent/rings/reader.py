@@ -78,6 +78,7 @@ class _AttachedRing:
     acknowledged: Acknowledgement | None = None
     seen_alive: bool = False
     gone_since: float | None = None  # monotonic seconds
+    gone_ns: int | None = None  # the same on the timeline of the events
 
     @property
     def inode(self) -> int:
@@ -401,7 +402,8 @@ class Rings:
         if _status_of(attached) == ring.Status.FINISHED or (ending and ending.has_status):
             return False
         now = time.monotonic()
-        attached.gone_since = attached.gone_since or now
+        if attached.gone_since is None:
+            attached.gone_since, attached.gone_ns = now, timeline_ns()
         return now < attached.gone_since + STATUS_SECONDS
 
     def _finish_external(self, attached: _AttachedRing) -> None:
@@ -412,7 +414,7 @@ class Rings:
         ending = read_ending(attached.reader.path, attached.owner) or Ending()
         finished = _status_of(attached) == ring.Status.FINISHED and not ending.has_status
         exited = RankExited(
-            time_ns=timeline_ns(),
+            time_ns=attached.gone_ns or timeline_ns(),
             pid=attached.reader.identity.pid,
             exit_code=0 if finished else ending.exit_code,
             signal=ending.signal,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline_agent.clock import timeline_ns
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import reader
 from paceline_agent.rings.reader import RankKey, Rings
@@ -253,12 +254,14 @@ def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) 
     process.communicate(b"\n")
     bench.rings._state_due = 0.0
     assert not bench.poll()[0], "torchrun has not reported yet"
+    found_ns = timeline_ns()
     write_ending(writer.path, Ending(error="ValueError: of the rank"))
     write_ending(writer.path, Ending(exit_code=1, error="from the launcher"))
     bench.rings._state_due = 0.0
     exited = bench.poll()[0][-1]
     assert isinstance(exited, RankExited)
     assert (exited.exit_code, exited.log_tail) == (1, "ValueError: of the rank")
+    assert exited.time_ns <= found_ns, "ranks that ended at once must not seem seconds apart"
     assert list(bench.directory.iterdir()) == []
 
 
