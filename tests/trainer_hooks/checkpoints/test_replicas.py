@@ -158,5 +158,5 @@ def test_the_interval_follows_the_cost() -> None:
     for step in range(1, 400):
         now += 0.1
         check.step_ended(step)
-    assert check.every == 16, "1 ms in 16 steps of 0.1 s is at most 0.1%"
+    assert check.every == 32, "1 ms in 32 steps of 0.1 s is at most half of 0.1%"
     check.close()
