@@ -19,9 +19,9 @@ from paceline_server.decide.progress import progress_of
 from paceline_server.decide.propose import NEVER_ACTS, propose
 from paceline_server.decide.restart.advance import advance_restart
 from paceline_server.decide.restart.start import finish_start
+from paceline_server.decide.restart.warm_spare import keep_spare_warm
 from paceline_server.decide.stop_job import advance_stop
 from paceline_server.decide.types import Decision, JobView
-from paceline_server.decide.warm_spare import keep_spare_warm
 from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE

@@ -14,9 +14,7 @@ from paceline_server.decide.nodes import (
     fatal_findings,
     is_progressing,
     silent_agents,
-    usable_nodes,
 )
-from paceline_server.decide.placement import place
 from paceline_server.decide.progress import (
     ActionProgress,
     enter_phase,
@@ -24,11 +22,11 @@ from paceline_server.decide.progress import (
     restart_reason,
 )
 from paceline_server.decide.restart.place import excluded_nodes
-from paceline_server.decide.restart.start import issue_to_ranks
 from paceline_server.decide.restart.stop import enter_stop
+from paceline_server.decide.restart.warm_spare import preload_without
 from paceline_server.decide.types import ActionView
 from paceline_server.decide.wording import exit_text, join_names, join_numbers
-from paceline_wire.commands import PRELOAD, Command, ControlRanks, PreloadRanks
+from paceline_wire.commands import Command, ControlRanks
 
 _CANCEL_SECONDS = 15.0  # for the ranks to confirm that they no longer follow the command
 
@@ -52,7 +50,8 @@ def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress)
         f"All ranks save step {target} and stop.",
         seconds=draft.policy.checkpoint_timeout_seconds + ahead * step_seconds,
     )
-    _preload(draft, action)
+    # while the others still save
+    preload_without(draft, action.action_id, excluded_nodes(draft, action))
 
 
 def _control(draft: Draft, action: ActionView, kind: str, target: int) -> dict[str, int]:
@@ -69,18 +68,6 @@ def _control(draft: Draft, action: ActionView, kind: str, target: int) -> dict[s
 
     agents = sorted({rank.agent_id for rank in draft.ranks})
     return {agent: draft.issue(agent, action.action_id, control) for agent in agents}
-
-
-def _preload(draft: Draft, action: ActionView) -> None:
-    """Have nodes that will take over ranks import their modules while the others still save."""
-    if PRELOAD not in draft.view.spec.environment:
-        return
-    nodes = usable_nodes(draft, excluded_nodes(draft, action))
-    layout = place(draft.view.spec.topology, nodes, draft.ranks)
-    if layout is not None:
-        current = {rank.agent_id for rank in draft.ranks}
-        new = {rank.agent_id for rank in layout.ranks} - current
-        issue_to_ranks(draft, action.action_id, PreloadRanks, layout, sorted(new))
 
 
 def advance_checkpoint(draft: Draft, action: ActionView) -> None:

@@ -323,15 +323,13 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         is_slow = slowdown is None or slowdown >= least
         if not is_slow or cost_ratio < self._detector.settings.cost_ratio:
             return False
-        if not self._may_be_waits(reported, now, observation):
+        if cost_ratio >= self._risen_waits(reported, observation):
             return True
         return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
 
-    def _may_be_waits(self, reported: _ReportedRoute, now: float, observation: Observation) -> bool:
-        """Return whether waits for CPUs have grown by more than the transfers cost."""
+    def _risen_waits(self, reported: _ReportedRoute, observation: Observation) -> float:
         ranks = reported.route.ranks
-        risen = rise_of_waits(observation, self.generation, ranks, reported.onset_ns)
-        return self._cost_ratio(now - reported.usual_seconds, None) < risen
+        return rise_of_waits(observation, self.generation, ranks, reported.onset_ns)
 
     def _severity(
         self,
@@ -347,7 +345,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             return "warning"
         share = cpu_wait_share(observation, self.generation) or 0.0
         now, _ = self._now_and_slowdown(active)
-        is_symptom = share >= LEAST_SHARE or self._may_be_waits(active, now, observation)
+        cost = self._cost_ratio(now - active.usual_seconds, None)
+        is_symptom = share >= LEAST_SHARE or cost < self._risen_waits(active, observation)
         return "info" if is_symptom else "warning"
 
     def diagnose(

@@ -22,17 +22,33 @@ _RETRY_NS = 30 * NANOSECONDS  # while there is no spare
 def keep_spare_warm(draft: Draft) -> None:
     """Send the command if it is due. The policy's mode must allow restarts."""
     due_ns = draft.experience.spare_due_ns
-    if PRELOAD not in draft.view.spec.environment or draft.state != "running":
+    if not _preloads(draft) or draft.state != "running":
         return
     if draft.now_ns < due_ns or draft.actions("running") or not is_progressing(draft):
         return
     last = max(draft.ranks, key=lambda rank: rank.rank).agent_id
-    layout = place(
-        draft.view.spec.topology, usable_nodes(draft, {last}), draft.ranks, may_shrink=False
-    )
-    new: set[str] = set()
-    if layout is not None:
-        new = {rank.agent_id for rank in layout.ranks} - {rank.agent_id for rank in draft.ranks}
-        issue_to_ranks(draft, "", PreloadRanks, layout, sorted(new))
-    wait_ns = _REPEAT_NS if new else _RETRY_NS
+    is_warm = preload_without(draft, "", {last}, may_shrink=False)
+    wait_ns = _REPEAT_NS if is_warm else _RETRY_NS
     draft.experience = replace(draft.experience, spare_due_ns=draft.now_ns + wait_ns)
+
+
+def preload_without(
+    draft: Draft, action_id: str, without: set[str], *, may_shrink: bool = True
+) -> bool:
+    """Have the nodes that take over the ranks of others import the job's modules.
+
+    Return whether there are any; False if the job does not ask for it.
+    """
+    if not _preloads(draft):
+        return False
+    nodes = usable_nodes(draft, without)
+    layout = place(draft.view.spec.topology, nodes, draft.ranks, may_shrink=may_shrink)
+    if layout is None:
+        return False
+    new = {rank.agent_id for rank in layout.ranks} - {rank.agent_id for rank in draft.ranks}
+    issue_to_ranks(draft, action_id, PreloadRanks, layout, sorted(new))
+    return bool(new)
+
+
+def _preloads(draft: Draft) -> bool:
+    return PRELOAD in draft.view.spec.environment
