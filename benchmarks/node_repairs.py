@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from benchmarks.harness import Result
 from paceline_cli.client import Client
 from paceline_demo.cluster import GPUS_PER_NODE, Cluster, EmulatedNode
-from paceline_demo.faults import descendants
+from paceline_demo.faults import lose_node
 from paceline_demo.training import start_job
 
 RANKS = 8
@@ -148,10 +148,7 @@ class _Job:
     def lose(self, node: EmulatedNode) -> tuple[float, list[RankStep]]:
         """Kill a node. Return the seconds from its report to a step of all ranks, and these."""
         generation = self._generation()
-        assert node.agent is not None
-        for pid in [*descendants(node.agent.pid), node.agent.pid]:
-            os.kill(pid, signal.SIGKILL)
-        node.agent.wait()
+        lose_node(node)
         ranks = self._await_steps(generation + 1, "train without the lost node")
         return self._repair_seconds(node), ranks
 

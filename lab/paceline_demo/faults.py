@@ -147,9 +147,7 @@ def inject(fault: PlannedFault) -> str:
         _signal(fault.pids[:1], signal.SIGSTOP)
         return f"rank {rank} (node-{node.number}) is stopped (SIGSTOP)"
     if fault.kind == "node-loss":
-        assert node.agent is not None
-        _signal([*descendants(node.agent.pid), node.agent.pid], signal.SIGKILL)
-        node.agent.wait()
+        lose_node(node)
         return f"node-{node.number} is lost: its agent and ranks are killed"
     (node.directory / "faults.json").write_text(
         json.dumps(
@@ -193,6 +191,13 @@ def correct(fault: PlannedFault, verdict: dict[str, Any]) -> bool:
         and (verdict["rank"] == fault.rank or not expected.names_rank)
         and expected.cause.lower() in verdict["cause"].lower()
     )
+
+
+def lose_node(node: EmulatedNode) -> None:
+    """Kill the agent of a node and everything that it has started."""
+    assert node.agent is not None
+    _signal([*descendants(node.agent.pid), node.agent.pid], signal.SIGKILL)
+    node.agent.wait()
 
 
 def descendants(pid: int) -> list[int]:

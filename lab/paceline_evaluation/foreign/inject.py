@@ -136,14 +136,9 @@ class Injector:
         self.cleanup.callback(self.cluster.orders.unlink, missing_ok=True)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        """Signal all ranks before any of them can run, as far as this user may have that."""
-        pids = [self._pid(rank) for rank in self.ranks]
-        with contextlib.suppress(PermissionError):
-            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-        for pid in pids:
+        for pid in [self._pid(rank) for rank in self.ranks]:  # found first: all end at once
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
     def _limit(self, sent_bytes_per_step: float) -> None:
         """Limit the node's traffic so that a step's bytes need `magnitude` of a step."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline_demo.cluster import EmulatedNode
-from paceline_demo.faults import descendants
+from paceline_demo.faults import descendants, lose_node
 from paceline_evaluation.repair.cluster import MEMORY_CGROUP, PostgreSQL, lock_sqlite, why_missing
 from paceline_evaluation.repair.trainings import WORLD
 from paceline_evaluation.repair.trial import FaultPlan, Hit, RunningJob, nodes_of, wait_until
@@ -164,16 +164,9 @@ def _parent(pid: int) -> int | None:
     return None
 
 
-def _end_node(node: EmulatedNode) -> None:
-    """Kill the agent of a node and everything that it has started."""
-    assert node.agent is not None
-    _kill([*descendants(node.agent.pid), node.agent.pid])
-    node.agent.wait()
-
-
 def _node_lost(running: RunningJob) -> Hit:
     node, hit = _some_node(running)
-    _end_node(node)
+    lose_node(node)
     return Hit(
         f"{node.agent_id} lost",
         hit,
@@ -327,7 +320,7 @@ def _both_nodes_lost(running: RunningJob) -> Hit:
     """Lose all nodes of the job; only the disk has its state."""
     used = sorted({rank["node"] for rank in running.ranks()})
     for agent_id in used:
-        _end_node(running.node(agent_id))
+        lose_node(running.node(agent_id))
 
     def heal() -> None:
         for agent_id in used:
@@ -464,7 +457,7 @@ def _spare_without_mount(running: RunningJob) -> Hit:
         (node for node in running.cluster.nodes if node.agent_id not in used),
         key=lambda node: node.number,
     )
-    _end_node(spare)
+    lose_node(spare)
     script = f'mount -t tmpfs none "{running.checkpoints}" && exec "$@"'
     usual = running.cluster.prefixes.get(spare.number, [])
     running.cluster.prefixes[spare.number] = [
