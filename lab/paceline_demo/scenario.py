@@ -74,7 +74,7 @@ class Scenario:
         return f"{self.cluster.url}/jobs/{self.job_id}"
 
     def stay_healthy(self, seconds: float) -> None:
-        """Train without faults; each incident in this time counts as a false alarm."""
+        """Train without faults; each warning in this time counts as a false alarm."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.poll()
@@ -116,7 +116,7 @@ class Scenario:
         self.show(f"fault: {faults.inject(fault)}")
 
         self._wait_until(
-            lambda: any(incident not in earlier for incident in self._incidents),
+            lambda: bool(self._warnings_since(earlier)),
             DETECT_SECONDS,
             f"{fault.kind} was not detected within {DETECT_SECONDS:.0f} s",
         )
@@ -139,8 +139,8 @@ class Scenario:
     def _add_verdict(
         self, fault: faults.PlannedFault, entry: FaultReport, earlier: set[str]
     ) -> None:
-        """Add the first incident since the injection to the report, as the verdict."""
-        new = [incident for key, incident in self._incidents.items() if key not in earlier]
+        """Add the first warning since the injection to the report, as the verdict."""
+        new = self._warnings_since(earlier)
         first = min(new, key=lambda incident: incident["detected_at"])
         self._expected.update(incident["id"] for incident in new)
         node = first["node"]
@@ -157,6 +157,17 @@ class Scenario:
         if first["detected_step"] is not None and entry.injected_step is not None:
             entry.detection_steps = first["detected_step"] - entry.injected_step
         entry.correct = faults.correct(fault, entry.verdict)
+
+    def _warnings_since(self, earlier: set[str]) -> list[dict[str, Any]]:
+        """Return the incidents above severity `info` whose ids are not in `earlier`.
+
+        An `info` is no verdict: "the CPUs are too busy" is true and asks for nothing.
+        """
+        return [
+            incident
+            for key, incident in self._incidents.items()
+            if key not in earlier and incident["severity"] != "info"
+        ]
 
     def _restarted(self, entry: FaultReport, generation: int) -> bool:
         """Return whether a restart of `generation` is done; if so, add it to the report."""
@@ -211,7 +222,7 @@ class Scenario:
                 self.show(f"detected: {incident['summary']}")
                 for item in incident["evidence"][:3]:
                     self.show(f"          - {item['text']}")
-                if not self._fault_active:
+                if not self._fault_active and incident["severity"] != "info":
                     self._healthy_findings.add(incident["id"])
             self._incidents[incident["id"]] = incident
         for action in reversed(self.client.items("/actions", job=self.job_id)):
