@@ -80,6 +80,15 @@ def test_a_stopped_process_is_named_within_three_seconds():
     assert stuck.wait(5.0) == []  # reported once
 
 
+def test_a_process_that_is_gone_has_six_seconds_in_which_its_exit_explains_more():
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    stuck.inside(2, Op.FORWARD, process_state="Z")
+    assert stuck.wait(5.0) == []
+    [found] = stuck.wait(2.0)
+    assert (found.kind, found.rank) == ("hang", 2)
+
+
 def test_the_rank_that_others_wait_for_is_the_culprit():
     stuck = StuckJob()
     make_all_wait_for(stuck, 2)
