@@ -18,8 +18,6 @@ from typing import Any, NoReturn, get_args
 import click
 from pydantic import ValidationError
 
-from paceline_server.api import router
-from paceline_server.app import StartError, serve
 from paceline_server.decide.types import AuditEntry
 from paceline_server.detect.kinds import SEVERITIES
 from paceline_server.policy import Mode, policy_table
@@ -126,6 +124,8 @@ def server(context: click.Context, /, **options: Any) -> None:
     """
     context.obj = _settings(options)
     if context.invoked_subcommand is None:
+        from paceline_server.app import StartError, serve  # noqa: PLC0415 (seconds of imports)
+
         try:
             serve(context.obj)
         except (StartError, UnusableError) as error:
@@ -250,6 +250,8 @@ def policy() -> None:
 @main.command()
 def openapi() -> None:
     """Print the OpenAPI document of the API."""
+    from paceline_server.api import router  # noqa: PLC0415 (seconds of imports)
+
     document = router.build(None).openapi()
     click.echo(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False))
 
