@@ -383,8 +383,10 @@ def rank_stacks(session: Session, job_id: str, rank: int) -> schemas.RankStacks:
     request = rank_evidence.newest_stacks_request(session, job_id, rank)
     found = rank_evidence.newest_stacks(session, job_id, rank)
     state = "none" if found is None else "taken"
-    if request is not None:
-        state = "asked" if request.ok is None else "taken" if request.ok else "failed"
+    if request is not None and request.ok is False:
+        state = "failed"
+    elif request is not None and (found is None or found.received_ns < request.at_ns):
+        state = "asked"  # the result of the command may arrive before the stacks
     return schemas.RankStacks(
         job_id=job_id,
         rank=rank,

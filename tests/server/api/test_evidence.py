@@ -60,6 +60,9 @@ def test_stacks_and_dumps_on_demand(server, nodes, wait_for):
     [order] = wait_for(lambda: orders(home, TakeStacks), "the command")
     assert (order.job, order.generation, order.ranks) == (job, 1, [1])
     forged = ThreadStack("MainThread", [StackFrame("forged", "x.py", 1)])
+    sent = home.acknowledged
+    wait_for(lambda: home.acknowledged >= sent + 2, "the result of the command, without stacks")
+    assert get(stacks)["state"] == "asked"
     other_node.report(RankStackTraces(**of(job, 1), threads=[forged]))
     home.report(RankStackTraces(**of(job, 1, generation=0), threads=[forged]))
     home.report(RankStackTraces(**of(job, 1), threads=[STACK]))
