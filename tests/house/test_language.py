@@ -64,14 +64,45 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def python_prose(source: str) -> Iterator[Text]:
+class Definitions(NamedTuple):
+    """The lines of a module's docstrings, and the names it defines, each with its line."""
+
+    docstrings: set[int]
+    classes: list[tuple[int, str]]
+    names: list[tuple[int, str]]  # of functions, parameters, variables and attributes too
+
+
+def definitions(source: str) -> Definitions:
+    found = Definitions(set(), [], [])
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.body and _is_text(node.body[0]):
+                found.docstrings.add(node.body[0].lineno)
+            if not isinstance(node, ast.Module):
+                found.names.append((node.lineno, node.name))
+            if isinstance(node, ast.ClassDef):
+                found.classes.append((node.lineno, node.name))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.names.append((node.lineno, node.id))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.names.append((node.lineno, node.attr))
+        elif isinstance(node, ast.arg):
+            found.names.append((node.lineno, node.arg))
+    return found
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+@cache
+def definitions_in(path: Path) -> Definitions:
+    return definitions(path.read_text())
+
+
+def python_prose(source: str, docstrings: set[int]) -> Iterator[Text]:
     """Yield docstrings, comments (consecutive lines joined) and string literals."""
-    docstrings = {
-        node.body[0].lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and ast.get_docstring(node) is not None
-    }
     comment: list[str] = []
     previous = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -105,13 +136,8 @@ def other_prose(path: Path) -> Iterator[Text]:
 @cache
 def prose(path: Path) -> list[Text]:
     if path.suffix == ".py":
-        return list(python_prose(path.read_text()))
+        return list(python_prose(path.read_text(), definitions_in(path).docstrings))
     return list(other_prose(path))
-
-
-@cache
-def syntax_tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 def sources() -> list[Path]:
@@ -141,19 +167,6 @@ def test_docstrings_and_comments_open_with_the_thing_they_describe() -> None:
     assert found == []
 
 
-def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the names that a module defines: (line, name)."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.lineno, node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.attr
-        elif isinstance(node, ast.arg):
-            yield node.lineno, node.arg
-
-
 def words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
 
@@ -168,7 +181,7 @@ def test_identifiers_use_standard_terms() -> None:
     found = [
         f"{name_of(path)}:{line}: {name}; use: {WORDS[word]}"
         for path in tracked("*.py")
-        for line, name in identifiers(syntax_tree(path))
+        for line, name in definitions_in(path).names
         for word in words(name)
         if word in WORDS and name not in stored
     ]
@@ -178,9 +191,8 @@ def test_identifiers_use_standard_terms() -> None:
 def test_no_class_name_is_used_twice() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in tracked(*(f"{folder}/*.py" for folder in PRODUCT)):
-        for node in ast.walk(syntax_tree(path)):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{name_of(path)}:{node.lineno}")
+        for line, name in definitions_in(path).classes:
+            places[name].append(f"{name_of(path)}:{line}")
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
@@ -203,7 +215,8 @@ def test_spelling_is_us_english() -> None:
     ],
 )
 def test_the_check_itself_finds_an_opening(source: str, expected: str) -> None:
-    [text] = [text for text in python_prose(source) if text.opens]
+    found = python_prose(source, definitions(source).docstrings)
+    [text] = [text for text in found if text.opens]
     assert text.text == expected
     assert any(pattern.match(text.text) for pattern in OPENINGS)
 
