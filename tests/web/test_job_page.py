@@ -377,15 +377,24 @@ def test_a_map_that_fits_has_no_scrollbar(story: Any, visit: Callable[..., Any])
         )
 
 
-def test_heatmap_of_ten_thousand_ranks_is_drawn(story: Any, visit: Callable[..., Any]) -> None:
-    story.topology = Topology(80, 16, 8)
-    story.slow_rank = story.topology.rank(40, 0, 0)
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param(Topology(16, 8, 8), id="1,024 ranks"),
+        pytest.param(Topology(80, 16, 8), id="10,240 ranks", marks=pytest.mark.campaign),
+    ],
+)
+def test_heatmap_of_many_ranks_is_drawn(
+    story: Any, visit: Callable[..., Any], topology: Topology
+) -> None:
+    story.topology = topology
+    story.slow_rank = topology.rank(topology.dp // 2, 0, 0)
     story.slow_from = 0
     story.begin(steps=3)
     page = visit(story.url, viewport={"width": 1440, "height": 900}).page
     live(page)
     expect(page.locator(".heatmap")).to_contain_text(f"Slowest: rank {story.slow_rank}")
-    red, _, blue, _ = pixel(page, 0.002, 40.5 / 80)
+    red, _, blue, _ = pixel(page, 0.002, 0.5 + 0.5 / topology.dp)
     assert red - blue > 80
     page.get_by_text("Ranks as a table").click()
     expect(page.locator(".heatmap tbody tr")).to_have_count(100)
