@@ -52,6 +52,7 @@ from paceline_wire.ring import (
     CONTROL_TARGET_STEP,
     AckStatus,
     Control,
+    ControlKind,
     Status,
     create,
 )
@@ -807,8 +808,20 @@ def acknowledge(command_id: int, status: int, step: int) -> None:
         control[ACK_COMMAND] = command_id
         if status != AckStatus.SEEN:
             session.answered = command_id
+            command = session.command
+            session.has_stopped = (
+                status == AckStatus.DONE
+                and command is not None
+                and command.command_id == command_id
+                and command.kind == ControlKind.CHECKPOINT_AND_STOP
+            )
     except Exception:
         session.recorder.failures += 1
+
+
+def has_stopped_on_command() -> bool:
+    """Return whether the last command had this rank save and stop, and it has saved."""
+    return _session is not None and _session.has_stopped
 
 
 # End

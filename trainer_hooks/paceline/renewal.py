@@ -1,12 +1,14 @@
-"""`resilient`: a training function that is entered again after the loss of a rank.
+"""`resilient`: a training function that is entered again after the loss or move of a rank.
 
-A rank of `paceline run` whose function is decorated does not end when another rank dies. It leaves
+A rank of `paceline run` whose function is decorated does not end when another rank dies, nor when
+the server has all ranks save and stop, to move those of one node. It leaves
 the function, ends what belongs to the generation (process groups, recording, threads of
 `Checkpoints`), and waits. The agent replaces the dead rank and gives all others their place in the
 next generation; then the function is entered again, in the same process (ADR 19).
 
-A rank learns in two ways that its generation is over:
+A rank learns in three ways that its generation is over:
 
+- its function returns, because it has saved and stopped on command;
 - its own collective fails, because a peer is gone or has left;
 - the agent orders it to leave. A thread receives that. It shuts the connections of gloo down, so
   that a blocked collective fails, and raises `_Left` in the thread of the function.
@@ -70,13 +72,14 @@ class _Left(BaseException):
 
 
 def resilient(function: Callable[P, T]) -> Callable[P, T]:
-    """Enter the function again after the loss of another rank, without a new process.
+    """Enter the function again after the loss or move of another rank, without a new process.
 
-    Under `paceline run`, when a rank dies, only that rank is started again. The others leave the
-    function and enter it again with the same arguments, as ranks of the next generation. They keep
-    their process, their imports, compiled code and all that was created outside. So the function
-    must create what belongs to a generation: the process group, the model and its wrapper, the
-    optimizer, and `paceline.Checkpoints`, which loads the newest state that all ranks have.
+    Under `paceline run`, when a rank dies, only that rank is started again; when a node is slow,
+    only its ranks, on another node. The others leave the function and enter it again with the same
+    arguments, as ranks of the next generation. They keep their process, their imports, compiled
+    code and all that was created outside. So the function must create what belongs to a generation:
+    the process group, the model and its wrapper, the optimizer, and `paceline.Checkpoints`, which
+    loads the newest state that all ranks have.
 
     A replaced rank runs the script from its begin. So what ranks do together belongs into the
     function; only the default process group may also be created before it. An error of the
@@ -125,6 +128,7 @@ class _Renewal:
         if distributed is not None and distributed.is_initialized():
             self._outer = {"backend": distributed.get_backend_config()}
         self._random = _random_states()
+        self._record: Callable[[], None]  # begins recording in the next generation
 
     def run(self, function: Callable[[], T]) -> T:
         """Call the function until it returns, or ends with an error of its own."""
@@ -136,10 +140,11 @@ class _Renewal:
         gc.freeze()
         while True:
             error: BaseException | None = None
+            results: list[T] = []
             try:
                 try:
                     self._link.enter()
-                    result = function()
+                    results.append(function())
                 finally:
                     self._link.leave_function()
             except _Left as left:
@@ -150,32 +155,42 @@ class _Renewal:
                     raise
                 error = raised
             else:
-                self._link.report("outside")
-                return result
-            self._renew(error)
+                if not hooks.has_stopped_on_command():
+                    self._link.report("outside")
+                    return results[0]
+            self._leave(error)
+            text = "" if error is None else "".join(traceback.format_exception(error))
+            _forget(error)
+            order = self._link.wait()
+            if order is not None:
+                results.clear()
+                self._enter(order)
+                continue
+            self._link.report("outside")
+            if error is None:
+                return results[0]
+            sys.exit(f"paceline: no generation followed, so this rank ends.\n{text}")
 
-    def _renew(self, error: BaseException) -> None:
-        """Leave the generation and wait for the next one. The rank ends if none follows."""
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave the generation: its process groups, recording and threads of `Checkpoints`."""
         self._link.leave_function()
-        _log.warning("This rank leaves its generation: %s", _first_line(error))
+        _log.warning("This rank leaves its generation: %s", _reason(error))
         _shut_down_groups()
-        record = hooks.leave()
+        self._record = hooks.leave()
         requests.leave()
         distributed = _distributed()
         if distributed is not None and distributed.is_initialized():
             distributed.destroy_process_group()
         self._link.report("left")
-        text = "".join(traceback.format_exception(error))
-        _forget(error)
-        order = self._link.wait()
-        if order is None:
-            self._link.report("outside")
-            sys.exit(f"paceline: no generation followed, so this rank ends.\n{text}")
+
+    def _enter(self, order: Enter) -> None:
+        """Prepare this process for the next generation."""
         enter_generation(order.environment)
         if self._random is not None:
             self._random[0].load_state_dict(self._random[1])
-        record()
+        self._record()
         _wait_for_store()
+        distributed = _distributed()
         if self._outer is not None and distributed is not None:
             distributed.init_process_group(**self._outer)
 
@@ -311,9 +326,9 @@ def is_lost_peer(error: BaseException) -> bool:
     return False
 
 
-def _forget(error: BaseException) -> None:
+def _forget(error: BaseException | None) -> None:
     """Free what the function created, before it is created again."""
-    chain: BaseException | None = error
+    chain = error
     while chain is not None:
         if chain.__traceback__ is not None:
             traceback.clear_frames(chain.__traceback__)
@@ -322,7 +337,9 @@ def _forget(error: BaseException) -> None:
     gc.collect()
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException | None) -> str:
+    if error is None:
+        return "it has saved and stopped on command"
     if isinstance(error, _Left):
         return "another rank was lost"
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from paceline_wire.batch import RankExited, RankStarted
-from paceline_wire.commands import StartRanks
+from paceline_wire.commands import ControlRanks, StartRanks
 from tests.agent.command_factory import guard_pids, start_ranks, stop
 
 Fixture = Callable[..., Any]
@@ -24,6 +24,7 @@ Fixture = Callable[..., Any]
 SCRIPT = """
 import json, os, sys, time
 import paceline
+from paceline_wire.ring import AckStatus
 
 def note():
     entry = {name: os.environ[name] for name in ("PACELINE_GENERATION", "RANK", "MASTER_PORT")}
@@ -36,6 +37,7 @@ def train():
     BODY
 
 train()
+open(sys.argv[1] + ".after", "a").write("x")
 """
 LOOP = "while True: time.sleep(0.005)"
 ALL_REDUCE = """
@@ -56,6 +58,13 @@ WITHOUT_A_COLLECTIVE = """
     open(sys.argv[1] + ".ready", "a").write("x")
     if dist.get_rank() == 0: dist.recv(torch.ones(1), src=1)
     while True: time.sleep(0.005)
+"""
+# Follows a command as a framework with an agreement of its own would.
+UNTIL_STOPPED = """
+    paceline.init()
+    while (command := paceline.pending()) is None: time.sleep(0.005)
+    paceline.acknowledge(command.command_id, AckStatus.DONE, 1)
+    open(sys.argv[1] + ".ended", "a").write("x")
 """
 
 
@@ -91,6 +100,20 @@ class Job:
         result = self._order(command)
         assert result.ok, result.detail
         self.next(generation + 1)
+
+    def save_and_stop(self, generation: int, ranks: int) -> None:
+        """Command it, and wait until the ranks have returned from their function."""
+        assert self._order(
+            ControlRanks(
+                command_id=start_ranks("").command_id,
+                job=self.command.job,
+                generation=generation,
+                kind="checkpoint_and_stop",
+                target_step=0,
+            )
+        ).ok
+        ended = Path(f"{self.path}.ended")
+        self.wait_for(lambda: ended.exists() and len(ended.read_text()) == ranks)
 
     def entries(self, generation: int) -> dict[int, dict[str, Any]]:
         lines = self.path.read_text().splitlines() if self.path.exists() else []
@@ -249,3 +272,25 @@ def test_ranks_that_are_blocked_in_communication_leave_it(job: Job, body: str) -
     after = job.entered(2, 3)
     assert (after[0], after[1]) == (before[0], before[1])
     job.wait_for(lambda: len(ready.read_text()) == 6, what="the new process groups to work")
+
+
+def test_ranks_that_saved_and_stopped_on_command_stay_for_the_next_generation(job: Job) -> None:
+    job.start(UNTIL_STOPPED, 2)
+    before = job.pids(1)
+    job.save_and_stop(1, 2)
+    job.renew(1)
+    assert job.entered(2, 2) == before
+    assert not job.exits(1)
+    assert not Path(f"{job.path}.after").exists()
+    job.save_and_stop(2, 4)
+    assert job._order(stop(2)).ok
+    job.wait_for(lambda: len(job.exits(2)) == 2)
+
+
+@pytest.mark.campaign
+def test_a_rank_that_stopped_on_command_ends_as_usual_if_no_generation_follows(job: Job) -> None:
+    job.start(UNTIL_STOPPED, 1)
+    job.save_and_stop(1, 1)
+    [exited] = job.wait_for(lambda: job.exits(1), seconds=60)
+    assert (exited.exit_code, exited.commanded) == (0, True)
+    assert Path(f"{job.path}.after").exists()

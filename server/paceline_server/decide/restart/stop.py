@@ -47,16 +47,18 @@ def enter_stop(draft: Draft, action: ActionView, progress: ActionProgress, detai
 def _may_renew(draft: Draft, action: ActionView, progress: ActionProgress) -> bool:
     """Return whether ranks may stay in their processes for the next generation (ADR 19).
 
-    Only after the loss of a rank or node: another fault may be in the processes. And only if the
-    last restart made progress, so that two in a row are never of this kind.
+    Only after the loss of a rank or node, or to move ranks from the node at fault: another fault
+    may be in the processes. And only if the last restart made progress, so that two in a row are
+    never of this kind.
     """
-    if progress.planned or progress.avoid or progress.roll_back_onset is not None:
-        return False
-    if action.incident_id is None:
+    if progress.avoid or progress.roll_back_onset is not None or action.incident_id is None:
         return False
     finding = draft.incident(action.incident_id).finding
-    is_loss = finding.kind == FAILURE.name or cannot_resume(finding.cause)
-    return is_loss and fruitless_restarts(draft.view) == 0
+    if progress.planned:
+        leaves_fault = finding.node is not None and finding.node in action.exclude_nodes
+    else:
+        leaves_fault = finding.kind == FAILURE.name or cannot_resume(finding.cause)
+    return leaves_fault and fruitless_restarts(draft.view) == 0
 
 
 def advance_stop_phase(draft: Draft, action: ActionView) -> None:
