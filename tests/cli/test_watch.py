@@ -54,7 +54,7 @@ def watch(*arguments: str, tmp_path: Path, **settings: str) -> subprocess.Comple
 
 def responds(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/healthz").is_success
+        return httpx.get(f"{url}/healthz", timeout=60).is_success
     except httpx.HTTPError:
         return False
 
@@ -183,7 +183,7 @@ def test_a_training_is_shown_and_everything_ends_with_it(tmp_path: Path, node: P
     while not jobs and time.monotonic() < deadline:
         time.sleep(0.5)
         try:
-            jobs = httpx.get(f"{url}/api/v1/jobs").json()["items"]
+            jobs = httpx.get(f"{url}/api/v1/jobs", timeout=60).json()["items"]
         except httpx.HTTPError:
             continue
     process.send_signal(signal.SIGTERM)

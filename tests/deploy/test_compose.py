@@ -95,7 +95,9 @@ class Machine:
     def get(self, path: str, token: str | None = None) -> httpx.Response | None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            return httpx.get(f"http://127.0.0.1:{self.server_port}{path}", headers=headers)
+            return httpx.get(
+                f"http://127.0.0.1:{self.server_port}{path}", headers=headers, timeout=60
+            )
         except httpx.TransportError:
             return None
 
@@ -182,7 +184,7 @@ def test_every_scraped_endpoint_is_served(machine: Machine) -> None:
 
 def scraped(url: str) -> str | None:
     try:
-        answer = httpx.get(url)
+        answer = httpx.get(url, timeout=60)
     except httpx.TransportError:
         return None
     return answer.text if answer.status_code == 200 else None

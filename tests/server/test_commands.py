@@ -77,9 +77,9 @@ def test_server_without_tokens_listens_on_loopback_only(
     assert "choose another name" in run(*create, "--scope", "agent").output
     started = run_process("--host", "0.0.0.0", "--port", "0")
     url = started.url().replace("0.0.0.0", "127.0.0.1")
-    assert httpx.get(f"{url}/api/v1/jobs").status_code == 401
+    assert httpx.get(f"{url}/api/v1/jobs", timeout=60).status_code == 401
     bearer = {"Authorization": f"Bearer {secret}"}
-    assert httpx.get(f"{url}/api/v1/jobs", headers=bearer).status_code == 200
+    assert httpx.get(f"{url}/api/v1/jobs", headers=bearer, timeout=60).status_code == 200
 
 
 def test_port_in_use_is_reported_in_one_sentence(run_process: Callable[..., Any]) -> None:

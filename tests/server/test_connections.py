@@ -60,7 +60,7 @@ def test_1200_half_sent_requests_of_one_address_do_not_block_it(
 ) -> None:
     limits = ConnectionLimits()
     server = start(limits)
-    with httpx.stream("GET", f"{server.url}/api/v1/events") as stream:
+    with httpx.stream("GET", f"{server.url}/api/v1/events", timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
         slow = [connect(server, HALF) for _ in range(1200)]
@@ -125,5 +125,5 @@ def test_a_batch_that_breaks_off_is_no_error_of_the_server(
         f"Content-Type: application/x-paceline-batch\r\nAuthorization: Bearer {token}\r\n\r\n"
     )
     assert everything(connect(server, head.encode() + b"half")).startswith(b"HTTP/1.1 408 ")
-    assert httpx.get(f"{server.url}/healthz").status_code == 200
+    assert httpx.get(f"{server.url}/healthz", timeout=60).status_code == 200
     assert caplog.records == []

@@ -117,7 +117,7 @@ def test_the_command_line_checks_the_servers_certificate(
 
 def test_plain_http_reaches_nothing_at_an_https_server(serve: Callable[..., str]) -> None:
     with pytest.raises(httpx.TransportError):
-        httpx.get(serve().replace("https:", "http:") + "/healthz", trust_env=False)
+        httpx.get(serve().replace("https:", "http:") + "/healthz", trust_env=False, timeout=60)
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -135,7 +135,7 @@ def test_an_agent_sends_over_tls_and_shows_its_certificate_if_asked(
     context = ssl.create_default_context(cafile=ca)
     if asks:
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"{url}/healthz", verify=context, trust_env=False)
+            httpx.get(f"{url}/healthz", verify=context, trust_env=False, timeout=60)
         context.load_cert_chain(certificate, key)
     log = (tmp_path / "agent.log").open("wb")
     agent = subprocess.Popen(
@@ -148,7 +148,7 @@ def test_an_agent_sends_over_tls_and_shows_its_certificate_if_asked(
     )
     try:
         headers = {"Authorization": f"Bearer {find_token(url, 'operator', os.environ)}"}
-        with httpx.Client(verify=context, trust_env=False, headers=headers) as client:
+        with httpx.Client(verify=context, trust_env=False, headers=headers, timeout=60) as client:
 
             def names() -> list[str]:
                 found = client.get(f"{url}/api/v1/nodes").raise_for_status().json()["items"]

@@ -144,7 +144,14 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(
-    ("value", "autoload"), [("", "1"), ("0", "1"), ("Off", "1"), ("1", "0"), ("maybe", "1")]
+    ("value", "autoload"),
+    [
+        ("", "1"),
+        ("1", "0"),
+        ("maybe", "1"),
+        pytest.param("0", "1", marks=pytest.mark.campaign),
+        pytest.param("Off", "1", marks=pytest.mark.campaign),
+    ],
 )
 def test_nothing_is_started_unless_the_variable_asks(
     tmp_path: Path, value: str, autoload: str

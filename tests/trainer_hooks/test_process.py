@@ -230,7 +230,7 @@ with kept:
     assert (view.loss, view.status, view.frames) == (1.0, "finished", [])
 
 
-@pytest.mark.parametrize("pure", ["", "1"])
+@pytest.mark.parametrize("pure", ["", pytest.param("1", marks=pytest.mark.campaign)])
 def test_a_forked_child_ends_none_of_the_parents_collectives(tmp_path: Path, pure: str) -> None:
     """The fake backend never completes a call by itself, and any process may call it."""
     finished = run(
@@ -364,7 +364,7 @@ dist.destroy_process_group()
     assert finished.stdout == "[3.0, 3.0]\n", finished.stderr
 
 
-@pytest.mark.parametrize("has_agent", [True, False])
+@pytest.mark.parametrize("has_agent", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_the_compiler_leaves_sections_out(tmp_path: Path, has_agent: bool) -> None:
     finished = run(
         """

@@ -39,7 +39,7 @@ def fetch(exporter: Exporter) -> Fetch:
 
     def get(accept: str = "text/plain") -> httpx.Response:
         url = f"http://127.0.0.1:{port}/metrics"
-        return httpx.get(url, headers={"accept": accept}, trust_env=False)
+        return httpx.get(url, headers={"accept": accept}, trust_env=False, timeout=60)
 
     return get
 

@@ -212,7 +212,7 @@ def test_a_job_has_the_policy_of_the_server_unless_the_request_differs(
     path.write_text('mode = "approve"\nrestarts_per_day = 7\n')
     url = run_server(role="api", policy=path).url
     job_id = post_job(url, mode="dry-run", policy={"backoff_seconds": 2})
-    job = httpx.get(f"{url}/api/v1/jobs/{job_id}", verify=False).json()
+    job = httpx.get(f"{url}/api/v1/jobs/{job_id}", verify=False, timeout=60).json()
     policy = Policy(mode="dry-run", restarts_per_day=7, backoff_seconds=2.0)
     assert job["policy"] == msgspec.json.decode(msgspec.json.encode(policy))
 
@@ -667,10 +667,10 @@ def test_page_is_served_for_every_view(run_server: Callable[..., Any], tmp_path:
     (tmp_path / "static" / "assets" / "a.js").write_text("1")
     url = run_server(role="api", static_directory=tmp_path / "static").url
     for path in ("/", "/jobs/job-1", "/jobs/llama-3.1"):
-        answer = httpx.get(url + path)
+        answer = httpx.get(url + path, timeout=60)
         assert (answer.status_code, answer.text) == (200, "<p>page")
         assert answer.headers["cache-control"] == "no-cache"
-    assert "immutable" in httpx.get(url + "/assets/a.js").headers["cache-control"]
-    assert httpx.get(url + "/assets/gone.js").status_code == 404
-    assert httpx.get(url + "/favicon.ico").status_code == 404
-    assert httpx.get(url + "/api/v1/nothing").status_code == 404
+    assert "immutable" in httpx.get(url + "/assets/a.js", timeout=60).headers["cache-control"]
+    assert httpx.get(url + "/assets/gone.js", timeout=60).status_code == 404
+    assert httpx.get(url + "/favicon.ico", timeout=60).status_code == 404
+    assert httpx.get(url + "/api/v1/nothing", timeout=60).status_code == 404

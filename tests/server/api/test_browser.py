@@ -96,9 +96,9 @@ def test_metrics_beyond_loopback_need_a_token(run_server: Callable[..., Any]) ->
     server = run_server(role="api", host="0.0.0.0")
     with server.program.database.write() as session:
         viewer = create_token(session, "eve", "viewer", 1)
-    with httpx.Client(base_url=server.url, verify=False) as anyone:
+    with httpx.Client(base_url=server.url, verify=False, timeout=60) as anyone:
         assert anyone.get("/metrics").status_code == 401
         sign = {"Authorization": f"Bearer {viewer}"}
         assert "paceline_jobs" in anyone.get("/metrics", headers=sign).text
     public = run_server(role="api", host="0.0.0.0", public_metrics=True)
-    assert httpx.get(f"{public.url}/metrics").status_code == 200
+    assert httpx.get(f"{public.url}/metrics", timeout=60).status_code == 200

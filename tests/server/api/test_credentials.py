@@ -153,7 +153,7 @@ def test_a_cookie_without_the_half_that_only_the_page_has_changes_nothing(
 ) -> None:
     """Browsers send cookies to all ports of a host, and with requests from other pages."""
     assert browser.client.post(STOP).status_code == 401
-    with httpx.Client(base_url=server.url, verify=False) as other:
+    with httpx.Client(base_url=server.url, verify=False, timeout=60) as other:
         assert other.post(STOP, headers=browser.sign).status_code == 401
     wrong = {"X-Paceline-Session": "x"}
     assert browser.client.post(STOP, headers=wrong).status_code == 401

@@ -116,7 +116,7 @@ def test_missing_resources_are_reported(recorded: Recorded) -> None:
 def test_login_prints_a_link_that_works_once(recorded: Recorded) -> None:
     (link,) = lines(recorded, "login")
     assert link.startswith(f"{recorded.server.url}/login?code=")
-    assert [httpx.get(link).status_code for _ in range(2)] == [303, 403]
+    assert [httpx.get(link, timeout=60).status_code for _ in range(2)] == [303, 403]
 
 
 def test_unknown_token_and_missing_token_get_different_errors(

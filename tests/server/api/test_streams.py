@@ -100,6 +100,7 @@ def finish(server: Any, command_id: int, agent: str) -> None:
         f"{server.url}/api/v1/ingest",
         content=wire.encode(batch),
         headers={"Content-Type": wire.CONTENT_TYPE, **bearer(server.url, "agent")},
+        timeout=60,
     ).raise_for_status()
 
 
@@ -127,7 +128,10 @@ def test_events_start_with_a_snapshot_and_continue_with_changes(server: Any) -> 
         assert answer.headers["content-type"].startswith("text/event-stream")
         found = events(answer)
         first = next(found)
-        assert first[1:] == ("job", httpx.get(f"{server.url}/api/v1/jobs/{job_id}").json())
+        assert first[1:] == (
+            "job",
+            httpx.get(f"{server.url}/api/v1/jobs/{job_id}", timeout=60).json(),
+        )
         assert next(found)[1:] == ("ranks", [])
         change(server, job_id)
         number, kind, job = next(found)

@@ -379,7 +379,7 @@ def stop_all(nodes: list[SimulatedNode]) -> None:
 def post_job(url: str, dp: int = 2, **fields: object) -> str:
     body = {"name": "toy", "argv": ["true"], "topology": {"dp": dp, "pp": 1, "tp": 1}, **fields}
     headers = bearer(url, "operator")
-    answer = httpx.post(f"{url}/api/v1/jobs", json=body, headers=headers, verify=False)
+    answer = httpx.post(f"{url}/api/v1/jobs", json=body, headers=headers, verify=False, timeout=60)
     assert answer.status_code == 201, answer.text
     identifier: str = json.loads(answer.text)["id"]
     return identifier

@@ -104,7 +104,7 @@ def test_api_server_without_worker_reports_the_lag(
     def send(sequence: int) -> None:
         content = wire.encode(batch(sequence))
         assert httpx.post(
-            f"{server.url}/api/v1/ingest", content=content, headers=headers(server.url)
+            f"{server.url}/api/v1/ingest", content=content, headers=headers(server.url), timeout=60
         ).is_success
 
     server = run_server(role="api")
