@@ -54,17 +54,27 @@ def pressure_share(observation: Observation, generation: Generation, ranks: Sequ
 
 
 def rise_of_waits(
-    observation: Observation, generation: Generation, ranks: Sequence[int], onset_ns: int
+    observation: Observation,
+    generation: Generation,
+    ranks: Sequence[int],
+    onset_ns: int,
+    longer: float,
 ) -> float:
-    """Return by how much more of the recent time is spent waiting for CPUs than before `onset_ns`.
+    """Return the share of the recent time by which each step waits longer for CPUs.
 
-    The largest of the shares of time in which one of these ranks waits for a CPU, or any task of
-    its node, which no chain of threads can exceed.
+    The largest of two: of one of these ranks, and of any task of its node, which no chain of
+    threads can exceed. A node where some task always waits has the same share of the time before
+    and after, but of longer steps.
+
+    Args:
+        onset_ns: what was before is compared with the time since.
+        longer: share of the recent step time that steps did not take before.
     """
     since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
     pressures = _pressures(observation, generation, ranks)
     waits = _waits(observation, generation, ranks)
-    return max((_rise(one, onset_ns, since_ns) for one in (*pressures, *waits)), default=0.0)
+    rises = (_rise(one, onset_ns, since_ns, longer) for one in (*pressures, *waits))
+    return max(rises, default=0.0)
 
 
 def _pressures(
@@ -75,10 +85,12 @@ def _pressures(
     return [series for series in found if series is not None]
 
 
-def _rise(series: MetricSeries, onset_ns: int, since_ns: int) -> float:
+def _rise(series: MetricSeries, onset_ns: int, since_ns: int, longer: float) -> float:
     before = series.rate_before(onset_ns - _ONSET_NS, USUAL_SECONDS)
     since = series.rate_since(since_ns)
-    return 0.0 if before is None or since is None else max(min(since, 1.0) - before, 0.0)
+    if before is None or since is None:
+        return 0.0
+    return max(min(since, 1.0) - before * (1.0 - longer), 0.0)
 
 
 def _waits(

@@ -140,6 +140,21 @@ def test_a_cost_that_more_waiting_for_cpus_explains_is_not_judged(rises):
         assert found[0].step > 60
 
 
+@pytest.mark.parametrize(("share", "is_found"), [(0.9, False), (0.3, True)])
+def test_longer_steps_with_the_same_share_of_waiting_for_cpus_are_not_judged(share, is_found):
+    """Some task waits for a CPU in 90% of the time; less so while transfers wait for a network."""
+    run = watched(Topology(4, 2, 2), 7, ranks_per_node=4)
+    found, waited = [], 0.0
+    for step in range(200):
+        run.slow_groups = {0: 6.0} if step >= 40 else {}
+        waited += 0.6 * (share if step >= 40 else 0.9)
+        for node in range(4):
+            sample = Sample(CPU_PRESSURE, {}, waited, T0 + step * 600_000_000)
+            run.telemetry.add(f"node-{node}", sample)
+        found += run.advance(1)
+    assert bool(found) == is_found
+
+
 @pytest.mark.parametrize(("pressure", "is_found"), [(0.1, True), (0.95, False)])
 def test_transfers_three_times_as_long_are_not_judged_where_tasks_always_wait_for_cpus(
     pressure, is_found

@@ -58,6 +58,7 @@ APART = 1.5
 TRUNK_STEPS = 10  # first steps from which the usual time of lanes between nodes is taken
 # Share of a node's pressure that counts as waits of a transfer's threads, which are not measured.
 _OF_PRESSURE = 0.5
+_LARGER_PART = 0.5
 ALIKE = 0.25  # relative change of a slowdown that is too small to report again
 
 
@@ -323,13 +324,20 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         is_slow = slowdown is None or slowdown >= least
         if not is_slow or cost_ratio < self._detector.settings.cost_ratio:
             return False
-        if cost_ratio >= self._risen_waits(reported, observation):
+        if not self._is_waiting(reported, cost_ratio, observation):
             return True
         return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
 
-    def _risen_waits(self, reported: _ReportedRoute, observation: Observation) -> float:
-        ranks = reported.route.ranks
-        return rise_of_waits(observation, self.generation, ranks, reported.onset_ns)
+    def _is_waiting(
+        self, reported: _ReportedRoute, cost_ratio: float, observation: Observation
+    ) -> bool:
+        """Return whether longer waits for CPUs may be the larger part of the cost.
+
+        While transfers wait for the network, CPUs are idle: then steps wait no longer for them.
+        """
+        ranks, onset_ns = reported.route.ranks, reported.onset_ns
+        waits = rise_of_waits(observation, self.generation, ranks, onset_ns, cost_ratio)
+        return waits > _LARGER_PART * cost_ratio
 
     def _severity(
         self,
@@ -346,7 +354,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         share = cpu_wait_share(observation, self.generation) or 0.0
         now, _ = self._now_and_slowdown(active)
         cost = self._cost_ratio(now - active.usual_seconds, None)
-        is_symptom = share >= LEAST_SHARE or cost < self._risen_waits(active, observation)
+        is_symptom = share >= LEAST_SHARE or self._is_waiting(active, cost, observation)
         return "info" if is_symptom else "warning"
 
     def diagnose(
