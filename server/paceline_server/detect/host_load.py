@@ -60,11 +60,11 @@ def rise_of_waits(
     onset_ns: int,
     longer: float,
 ) -> float:
-    """Return the share of the recent time by which each step waits longer for CPUs.
+    """Return the share of the recent time that is spent waiting for CPUs, and was not before.
 
-    The largest of two: of one of these ranks, and of any task of its node, which no chain of
-    threads can exceed. A node where some task always waits has the same share of the time before
-    and after, but of longer steps.
+    The largest of the shares of one of these ranks and of any task of its node, which no chain of
+    threads can exceed. A rank that waits in the same share of longer steps waits longer in each; of
+    a node, whose tasks need not belong to the job, only the shares are compared.
 
     Args:
         onset_ns: what was before is compared with the time since.
@@ -73,8 +73,9 @@ def rise_of_waits(
     since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
     pressures = _pressures(observation, generation, ranks)
     waits = _waits(observation, generation, ranks)
-    rises = (_rise(one, onset_ns, since_ns, longer) for one in (*pressures, *waits))
-    return max(rises, default=0.0)
+    of_nodes = (_rise(one, onset_ns, since_ns, 0.0) for one in pressures)
+    of_ranks = (_rise(one, onset_ns, since_ns, longer) for one in waits)
+    return max((*of_nodes, *of_ranks), default=0.0)
 
 
 def _pressures(

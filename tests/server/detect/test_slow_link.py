@@ -141,16 +141,19 @@ def test_a_cost_that_more_waiting_for_cpus_explains_is_not_judged(rises):
 
 
 @pytest.mark.parametrize(("share", "is_found"), [(0.9, False), (0.3, True)])
-def test_longer_steps_with_the_same_share_of_waiting_for_cpus_are_not_judged(share, is_found):
-    """Some task waits for a CPU in 90% of the time; less so while transfers wait for a network."""
+def test_longer_steps_in_which_a_rank_waits_a_little_more_for_its_cpu_are_not_judged(
+    share, is_found
+):
+    """Before, ranks wait for a CPU in 88% of the time."""
     run = watched(Topology(4, 2, 2), 7, ranks_per_node=4)
     found, waited = [], 0.0
     for step in range(200):
         run.slow_groups = {0: 6.0} if step >= 40 else {}
-        waited += 0.6 * (share if step >= 40 else 0.9)
-        for node in range(4):
-            sample = Sample(CPU_PRESSURE, {}, waited, T0 + step * 600_000_000)
-            run.telemetry.add(f"node-{node}", sample)
+        waited += 0.6 * (share if step >= 40 else 0.88)
+        for rank in range(run.topology.world_size):
+            labels = {"job": "job", "rank": str(rank)}
+            sample = Sample(RUN_QUEUE_WAIT, labels, waited, T0 + step * 600_000_000)
+            run.telemetry.add(f"node-{rank // 4}", sample)
         found += run.advance(1)
     assert bool(found) == is_found
 

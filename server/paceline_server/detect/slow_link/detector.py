@@ -58,7 +58,6 @@ APART = 1.5
 TRUNK_STEPS = 10  # first steps from which the usual time of lanes between nodes is taken
 # Share of a node's pressure that counts as waits of a transfer's threads, which are not measured.
 _OF_PRESSURE = 0.5
-_LARGER_PART = 0.5
 ALIKE = 0.25  # relative change of a slowdown that is too small to report again
 
 
@@ -331,13 +330,10 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
     def _is_waiting(
         self, reported: _ReportedRoute, cost_ratio: float, observation: Observation
     ) -> bool:
-        """Return whether longer waits for CPUs may be the larger part of the cost.
-
-        While transfers wait for the network, CPUs are idle: then steps wait no longer for them.
-        """
+        """Return whether longer waits for CPUs may be all there is to the cost."""
         ranks, onset_ns = reported.route.ranks, reported.onset_ns
-        waits = rise_of_waits(observation, self.generation, ranks, onset_ns, cost_ratio)
-        return waits > _LARGER_PART * cost_ratio
+        longer = min(cost_ratio, 1.0)
+        return cost_ratio < rise_of_waits(observation, self.generation, ranks, onset_ns, longer)
 
     def _severity(
         self,
