@@ -54,28 +54,17 @@ def pressure_share(observation: Observation, generation: Generation, ranks: Sequ
 
 
 def rise_of_waits(
-    observation: Observation,
-    generation: Generation,
-    ranks: Sequence[int],
-    onset_ns: int,
-    longer: float,
+    observation: Observation, generation: Generation, ranks: Sequence[int], onset_ns: int
 ) -> float:
-    """Return the share of the recent time that is spent waiting for CPUs, and was not before.
+    """Return by how much more of the recent time is spent waiting for CPUs than before `onset_ns`.
 
-    The largest of the shares of one of these ranks and of any task of its node, which no chain of
-    threads can exceed. A rank that waits in the same share of longer steps waits longer in each; of
-    a node, whose tasks need not belong to the job, only the shares are compared.
-
-    Args:
-        onset_ns: what was before is compared with the time since.
-        longer: share of the recent step time that steps did not take before.
+    The largest of the shares of time in which one of these ranks waits for a CPU, or any task of
+    its node, which no chain of threads can exceed.
     """
     since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
     pressures = _pressures(observation, generation, ranks)
     waits = _waits(observation, generation, ranks)
-    of_nodes = (_rise(one, onset_ns, since_ns, 0.0) for one in pressures)
-    of_ranks = (_rise(one, onset_ns, since_ns, longer) for one in waits)
-    return max((*of_nodes, *of_ranks), default=0.0)
+    return max((_rise(one, onset_ns, since_ns) for one in (*pressures, *waits)), default=0.0)
 
 
 def _pressures(
@@ -86,12 +75,10 @@ def _pressures(
     return [series for series in found if series is not None]
 
 
-def _rise(series: MetricSeries, onset_ns: int, since_ns: int, longer: float) -> float:
+def _rise(series: MetricSeries, onset_ns: int, since_ns: int) -> float:
     before = series.rate_before(onset_ns - _ONSET_NS, USUAL_SECONDS)
     since = series.rate_since(since_ns)
-    if before is None or since is None:
-        return 0.0
-    return max(min(since, 1.0) - before * (1.0 - longer), 0.0)
+    return 0.0 if before is None or since is None else max(min(since, 1.0) - before, 0.0)
 
 
 def _waits(

@@ -140,24 +140,6 @@ def test_a_cost_that_more_waiting_for_cpus_explains_is_not_judged(rises):
         assert found[0].step > 60
 
 
-@pytest.mark.parametrize(("share", "is_found"), [(0.9, False), (0.3, True)])
-def test_longer_steps_in_which_a_rank_waits_a_little_more_for_its_cpu_are_not_judged(
-    share, is_found
-):
-    """Before, ranks wait for a CPU in 88% of the time."""
-    run = watched(Topology(4, 2, 2), 7, ranks_per_node=4)
-    found, waited = [], 0.0
-    for step in range(200):
-        run.slow_groups = {0: 6.0} if step >= 40 else {}
-        waited += 0.6 * (share if step >= 40 else 0.88)
-        for rank in range(run.topology.world_size):
-            labels = {"job": "job", "rank": str(rank)}
-            sample = Sample(RUN_QUEUE_WAIT, labels, waited, T0 + step * 600_000_000)
-            run.telemetry.add(f"node-{rank // 4}", sample)
-        found += run.advance(1)
-    assert bool(found) == is_found
-
-
 @pytest.mark.parametrize(("pressure", "is_found"), [(0.1, True), (0.95, False)])
 def test_transfers_three_times_as_long_are_not_judged_where_tasks_always_wait_for_cpus(
     pressure, is_found

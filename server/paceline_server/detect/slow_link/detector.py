@@ -323,17 +323,13 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         is_slow = slowdown is None or slowdown >= least
         if not is_slow or cost_ratio < self._detector.settings.cost_ratio:
             return False
-        if not self._is_waiting(reported, cost_ratio, observation):
+        if cost_ratio >= self._risen_waits(reported, observation):
             return True
         return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
 
-    def _is_waiting(
-        self, reported: _ReportedRoute, cost_ratio: float, observation: Observation
-    ) -> bool:
-        """Return whether longer waits for CPUs may be all there is to the cost."""
-        ranks, onset_ns = reported.route.ranks, reported.onset_ns
-        longer = min(cost_ratio, 1.0)
-        return cost_ratio < rise_of_waits(observation, self.generation, ranks, onset_ns, longer)
+    def _risen_waits(self, reported: _ReportedRoute, observation: Observation) -> float:
+        ranks = reported.route.ranks
+        return rise_of_waits(observation, self.generation, ranks, reported.onset_ns)
 
     def _severity(
         self,
@@ -350,7 +346,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         share = cpu_wait_share(observation, self.generation) or 0.0
         now, _ = self._now_and_slowdown(active)
         cost = self._cost_ratio(now - active.usual_seconds, None)
-        is_symptom = share >= LEAST_SHARE or self._is_waiting(active, cost, observation)
+        is_symptom = share >= LEAST_SHARE or cost < self._risen_waits(active, observation)
         return "info" if is_symptom else "warning"
 
     def diagnose(
