@@ -19,7 +19,7 @@ from paceline_server.engine.engine import Engine
 from paceline_server.engine.types import Placement
 from paceline_wire.topology import Topology
 
-KINDS = ("stop", "skip", "another_op", "another_size", "swap", "stall")
+KINDS = ("stop", "skip", "another_op", "another_size", "swap", "stray", "stall")
 SIDES = {"stop": "host", "stall": "device"}  # all other kinds: mismatch
 TOPOLOGIES = [
     Topology(dp, pp, tp)
@@ -116,6 +116,7 @@ def a_case(seed: int, kind: str | None = None, *, on_device: bool = False) -> Ca
             "another_op": ("collective",),
             "another_size": ("collective",),
             "swap": ("collective", "send", "receive"),
+            "stray": ("collective", "send", "receive"),
             "stall": ("collective", "receive"),
         }[chosen]
         places = [index for index, each in enumerate(program) if each.kind in wanted]
@@ -203,6 +204,17 @@ def test_a_mismatch_of_two_ranks_names_both_operations() -> None:
     texts = [each.text for each in found.evidence]
     assert "rank 1 entered broadcast tp#33 of 2048 bytes" in texts
     assert "rank 0 entered all_reduce tp#33 of 2048 bytes" in texts
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_collective_of_all_ranks_that_one_enters_alone_names_that_rank(rank: int) -> None:
+    """No group has a majority: two stages of two replicas wait for each other."""
+    shape = Shape(Topology(dp=2, pp=2), ends_with_world=False)
+    program = StuckProgram(shape, Fault("stray", rank, index=1))
+    assert program.play()
+    [found] = Case(program, program.fault).findings()
+    assert found.rank == rank
+    assert found.summary.startswith(f"Rank {rank} ")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -44,7 +44,7 @@ class Instruction:
 class Fault:
     """A fault at one instruction (an index) of one rank, in the last step."""
 
-    kind: Literal["none", "stop", "skip", "another_op", "another_size", "swap", "stall"]
+    kind: Literal["none", "stop", "skip", "another_op", "another_size", "swap", "stray", "stall"]
     rank: int = 0
     index: int = 0
 
@@ -173,6 +173,8 @@ class StuckProgram:
         chosen = faulty[at]
         if fault.kind == "skip":
             del faulty[at]
+        elif fault.kind == "stray":  # one more, which no other rank enters there
+            faulty.insert(at, Instruction("collective", Op.ALL_GATHER, group=WORLD, bytes=64))
         elif fault.kind == "another_op":
             other = Op.BROADCAST if chosen.op == Op.ALL_REDUCE else Op.ALL_REDUCE
             faulty[at] = replace(chosen, op=other)

@@ -13,7 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline_server.detect.finding import Side
-from paceline_server.detect.hang.step_program import ProgramChannel, departures_from, entered_counts
+from paceline_server.detect.hang.step_program import (
+    ProgramChannel,
+    communications_outside,
+    departures_from,
+    entered_counts,
+)
 from paceline_server.detect.hang.wait_for_graph import (
     BlockedOperation,
     BlockReason,
@@ -245,6 +250,9 @@ def _cycle_culprits(
     if not ranks or ranks == cycle:
         ranks = _count_outliers(cycle, views, groups)
     if not ranks or ranks == cycle:
+        departures = _strays(cycle, views, groups, programs)
+        ranks = set(departures)
+    if not ranks or ranks == cycle:
         fewest = min(len(operation.targets) for operation in inside)
         ranks = {
             rank
@@ -261,6 +269,26 @@ def _cycle_culprits(
         {rank: changes for rank, changes in departures.items() if rank in ranks},
         cycle,
     )
+
+
+def _strays(
+    cycle: frozenset[int],
+    views: Mapping[int, StateView],
+    groups: Groups,
+    programs: Programs,
+) -> dict[int, Mapping[ProgramChannel, int]]:
+    """Return the ranks that communicate where their programs do not, unless most of them do.
+
+    A communication that is rare, such as one of an evaluation, is entered by all ranks but the one
+    that left it out.
+    """
+    strays: dict[int, Mapping[ProgramChannel, int]] = {}
+    for rank in sorted(cycle & views.keys()):
+        program = programs(rank)
+        outside = program and communications_outside(program, rank, views[rank], groups)
+        if outside:
+            strays[rank] = outside
+    return strays if 2 * len(strays) <= len(cycle) else {}
 
 
 def _count_outliers(

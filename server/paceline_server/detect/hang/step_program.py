@@ -65,6 +65,10 @@ class RankProgram:
         position = self._position(channel, sequence)
         return None if position is None else self._order[position[1]]
 
+    def includes(self, channel: ProgramChannel) -> bool:
+        """Return whether the rank communicates on this channel in each step."""
+        return channel in self._counts
+
     def departures(
         self, channel: ProgramChannel, sequence: int, entered: dict[ProgramChannel, int]
     ) -> dict[ProgramChannel, int] | None:
@@ -193,6 +197,16 @@ def newest_communications(
         ]
         entries.append((peer.entered_ns, [place for place in either if place[1]]))
     return max(entries, key=lambda entry: entry[0], default=(0, []))[1]
+
+
+def communications_outside(
+    program: RankProgram, rank: int, view: StateView, groups: Groups
+) -> dict[ProgramChannel, int]:
+    """Return {channel: 1} if the rank's newest communication is on one that its program lacks."""
+    newest = newest_communications(rank, view, groups)
+    if not newest or any(program.includes(channel) for channel, _ in newest):
+        return {}
+    return {channel: 1 for channel, _ in newest}
 
 
 def departures_from(
