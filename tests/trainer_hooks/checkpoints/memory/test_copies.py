@@ -188,7 +188,7 @@ def test_without_memory_training_continues_and_it_is_reported(
     monkeypatch.setenv("PACELINE_MEMORY_BYTES", "1000")
     script = CopiedScript(tmp_path / "saved", memory=True).train(9)
     assert script.state.step == 9
-    assert reader.view().failed_saves == 1
+    until(lambda: reader.view().failed_saves == 1)  # reported after the copies are off
     assert "this rank may use 1,000" in caplog.text
     assert not list(tmp_path.glob("memory/*/*"))
 
