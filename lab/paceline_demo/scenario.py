@@ -159,14 +159,11 @@ class Scenario:
         entry.correct = faults.correct(fault, entry.verdict)
 
     def _warnings_since(self, earlier: set[str]) -> list[dict[str, Any]]:
-        """Return the incidents above severity `info` whose ids are not in `earlier`.
-
-        An `info` is no verdict: "the CPUs are too busy" is true and asks for nothing.
-        """
+        """Return the warnings whose ids are not in `earlier`."""
         return [
             incident
             for key, incident in self._incidents.items()
-            if key not in earlier and incident["severity"] != "info"
+            if key not in earlier and _is_warning(incident)
         ]
 
     def _restarted(self, entry: FaultReport, generation: int) -> bool:
@@ -222,7 +219,7 @@ class Scenario:
                 self.show(f"detected: {incident['summary']}")
                 for item in incident["evidence"][:3]:
                     self.show(f"          - {item['text']}")
-                if not self._fault_active and incident["severity"] != "info":
+                if not self._fault_active and _is_warning(incident):
                     self._healthy_findings.add(incident["id"])
             self._incidents[incident["id"]] = incident
         for action in reversed(self.client.items("/actions", job=self.job_id)):
@@ -306,3 +303,8 @@ class Scenario:
             if time.monotonic() > deadline:
                 raise ScenarioError(message)
             time.sleep(POLL_SECONDS)
+
+
+def _is_warning(incident: dict[str, Any]) -> bool:
+    """Return whether an incident is a verdict: an `info`, such as busy CPUs, asks for nothing."""
+    return bool(incident["severity"] != "info")

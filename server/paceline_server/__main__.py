@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from importlib.util import find_spec
 from typing import Any, NoReturn, get_args
 
 import click
@@ -26,6 +27,9 @@ from paceline_server.store import audit
 from paceline_server.store.database import Database, UnusableError
 from paceline_server.store.node_keys import release_node_key
 from paceline_server.store.tokens import SCOPES, create_token, revoke_token
+
+if find_spec("fastapi") is None:  # imported only by the commands that need it; named at once
+    raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
 
 _severity = click.Choice(SEVERITIES)
 _database = click.option(

@@ -59,7 +59,7 @@ def test_whoever_wants_no_colours_gets_none(
 
 def test_a_missing_extra_is_named() -> None:
     code = (
-        "import sys; sys.modules['sqlalchemy'] = None\n"
+        "import sys; sys.modules['fastapi'] = None\n"
         "from paceline_cli.main import run_main; run_main(['server', '--help'])"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

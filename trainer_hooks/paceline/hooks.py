@@ -808,20 +808,21 @@ def acknowledge(command_id: int, status: int, step: int) -> None:
         control[ACK_COMMAND] = command_id
         if status != AckStatus.SEEN:
             session.answered = command_id
-            command = session.command
-            session.has_stopped = (
-                status == AckStatus.DONE
-                and command is not None
-                and command.command_id == command_id
-                and command.kind == ControlKind.CHECKPOINT_AND_STOP
-            )
     except Exception:
         session.recorder.failures += 1
 
 
 def has_stopped_on_command() -> bool:
     """Return whether the last command had this rank save and stop, and it has saved."""
-    return _session is not None and _session.has_stopped
+    session = _session
+    if session is None or session.command is None:
+        return False
+    command, control = session.command, session.control
+    return (
+        command.kind == ControlKind.CHECKPOINT_AND_STOP
+        and control[ACK_COMMAND] == command.command_id
+        and control[ACK_STATUS] == AckStatus.DONE
+    )
 
 
 # End

@@ -1,10 +1,10 @@
 """`resilient`: a training function that is entered again after the loss or move of a rank.
 
 A rank of `paceline run` whose function is decorated does not end when another rank dies, nor when
-the server has all ranks save and stop, to move those of one node. It leaves
-the function, ends what belongs to the generation (process groups, recording, threads of
-`Checkpoints`), and waits. The agent replaces the dead rank and gives all others their place in the
-next generation; then the function is entered again, in the same process (ADR 19).
+the server has all ranks save and stop, to move those of one node. It leaves the function, ends what
+belongs to the generation (process groups, recording, threads of `Checkpoints`), and waits. The
+agent replaces the dead or moved ranks and gives all others their place in the next generation; then
+the function is entered again, in the same process (ADR 19).
 
 A rank learns in three ways that its generation is over:
 
@@ -128,7 +128,6 @@ class _Renewal:
         if distributed is not None and distributed.is_initialized():
             self._outer = {"backend": distributed.get_backend_config()}
         self._random = _random_states()
-        self._record: Callable[[], None]  # begins recording in the next generation
 
     def run(self, function: Callable[[], T]) -> T:
         """Call the function until it returns, or ends with an error of its own."""
@@ -158,37 +157,41 @@ class _Renewal:
                 if not hooks.has_stopped_on_command():
                     self._link.report("outside")
                     return results[0]
-            self._leave(error)
+            record = self._leave(error)
             text = "" if error is None else "".join(traceback.format_exception(error))
             _forget(error)
             order = self._link.wait()
             if order is not None:
                 results.clear()
-                self._enter(order)
+                self._enter(order, record)
                 continue
             self._link.report("outside")
             if error is None:
                 return results[0]
             sys.exit(f"paceline: no generation followed, so this rank ends.\n{text}")
 
-    def _leave(self, error: BaseException | None) -> None:
-        """Leave the generation: its process groups, recording and threads of `Checkpoints`."""
+    def _leave(self, error: BaseException | None) -> Callable[[], None]:
+        """Leave the generation: its process groups, recording and threads of `Checkpoints`.
+
+        Returns what begins recording in the next one.
+        """
         self._link.leave_function()
         _log.warning("This rank leaves its generation: %s", _reason(error))
         _shut_down_groups()
-        self._record = hooks.leave()
+        record = hooks.leave()
         requests.leave()
         distributed = _distributed()
         if distributed is not None and distributed.is_initialized():
             distributed.destroy_process_group()
         self._link.report("left")
+        return record
 
-    def _enter(self, order: Enter) -> None:
+    def _enter(self, order: Enter, record: Callable[[], None]) -> None:
         """Prepare this process for the next generation."""
         enter_generation(order.environment)
         if self._random is not None:
             self._random[0].load_state_dict(self._random[1])
-        self._record()
+        record()
         _wait_for_store()
         distributed = _distributed()
         if self._outer is not None and distributed is not None:

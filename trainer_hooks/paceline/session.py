@@ -95,7 +95,6 @@ class Session:
         self.is_automatic = False  # started by `PACELINE=1`, and not yet by the script
         self.command: Control | None = None
         self.answered = 0  # id of the last command with a final answer
-        self.has_stopped = False  # that command was to save and stop, and is done
         self.counts_flops = False  # the step to count has not begun yet
         self._flop_count: FlopCount | None = None
         self._flops: int | None = None  # FLOPs of this rank in one step, once counted

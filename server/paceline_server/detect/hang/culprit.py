@@ -9,12 +9,13 @@ same operation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline_server.detect.finding import Side
 from paceline_server.detect.hang.step_program import (
     ProgramChannel,
+    RankProgram,
     communications_outside,
     departures_from,
     entered_counts,
@@ -61,6 +62,7 @@ class Culprits:
 
 
 Dependents = Mapping[frozenset[int], frozenset[int]]  # final component -> ranks that wait for it
+Difference = Callable[[RankProgram, int, StateView, Groups], Mapping[ProgramChannel, int]]
 
 
 def find_culprits(
@@ -218,12 +220,13 @@ def _departures(
     views: Mapping[int, StateView],
     groups: Groups,
     programs: Programs,
+    difference: Difference = departures_from,
 ) -> dict[int, Mapping[ProgramChannel, int]]:
     """Return how each rank that left its program differs from the program."""
     departures: dict[int, Mapping[ProgramChannel, int]] = {}
     for rank in sorted(ranks & views.keys()):
         program = programs(rank)
-        changes = departures_from(program, rank, views[rank], groups) if program is not None else {}
+        changes = difference(program, rank, views[rank], groups) if program is not None else {}
         if changes:
             departures[rank] = changes
     return departures
@@ -250,8 +253,9 @@ def _cycle_culprits(
     if not ranks or ranks == cycle:
         ranks = _count_outliers(cycle, views, groups)
     if not ranks or ranks == cycle:
-        departures = _strays(cycle, views, groups, programs)
-        ranks = set(departures)
+        # A communication that is rare, such as one of an evaluation, is entered by most ranks.
+        departures = _departures(cycle, views, groups, programs, communications_outside)
+        ranks = set(departures) if 2 * len(departures) <= len(cycle) else set()
     if not ranks or ranks == cycle:
         fewest = min(len(operation.targets) for operation in inside)
         ranks = {
@@ -269,26 +273,6 @@ def _cycle_culprits(
         {rank: changes for rank, changes in departures.items() if rank in ranks},
         cycle,
     )
-
-
-def _strays(
-    cycle: frozenset[int],
-    views: Mapping[int, StateView],
-    groups: Groups,
-    programs: Programs,
-) -> dict[int, Mapping[ProgramChannel, int]]:
-    """Return the ranks that communicate where their programs do not, unless most of them do.
-
-    A communication that is rare, such as one of an evaluation, is entered by all ranks but the one
-    that left it out.
-    """
-    strays: dict[int, Mapping[ProgramChannel, int]] = {}
-    for rank in sorted(cycle & views.keys()):
-        program = programs(rank)
-        outside = program and communications_outside(program, rank, views[rank], groups)
-        if outside:
-            strays[rank] = outside
-    return strays if 2 * len(strays) <= len(cycle) else {}
 
 
 def _count_outliers(
