@@ -24,7 +24,7 @@ for step in paceline.steps(range(4)):
     assert isinstance(work, dist.Work)
     work.wait()
     gathered = torch.zeros(1000, device="cuda")
-    dist.all_gather_single(gathered, tensor)
+    dist.all_gather_into_tensor(gathered, tensor)
     dist.barrier()
     torch.cuda.synchronize()
 paceline.finish()

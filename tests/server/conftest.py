@@ -96,7 +96,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    opened = Database(Settings(database_url=database_url).database_url, synchronous="normal")
+    # On a busy machine, a test's thread may rest longer in a transaction than a server's.
+    url = Settings(database_url=database_url).database_url
+    opened = Database(url, timeout_seconds=60.0, synchronous="normal")
     opened.migrate()
     yield opened
     opened.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +54,14 @@ def everything(connection: socket.socket) -> bytes:
     """Return the bytes that arrive until the server closes the connection."""
     with connection.makefile("rb") as file:
         return file.read()
+
+
+def is_answered(connection: socket.socket) -> bool:
+    """Read one whole response, which may arrive in parts; return whether its status is 200."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return response.status == 200
 
 
 def test_1200_half_sent_requests_of_one_address_do_not_block_it(
@@ -108,11 +117,11 @@ def test_beyond_the_total_the_longest_idle_connection_is_closed(
     idle = []
     for _ in range(60):
         idle.append(connect(server, WHOLE))
-        assert idle[-1].recv(1000).startswith(b"HTTP/1.1 200 ")
+        assert is_answered(idle[-1])
     assert len(server.connections) <= 20
     everything(idle[0])
     idle[-1].sendall(WHOLE)
-    assert idle[-1].recv(1000).startswith(b"HTTP/1.1 200 ")
+    assert is_answered(idle[-1])
 
 
 def test_a_batch_that_breaks_off_is_no_error_of_the_server(

@@ -37,6 +37,9 @@ from paceline_agent.collect.worker_process import (
 _READ_BYTES = 1 << 18
 _PATIENCE_SECONDS = 0.5  # then the calls behind a long one continue in another thread
 _LONG_SECONDS = 0.02  # the result of a longer call is delivered before the next call starts
+_END_SECONDS = (
+    5.0  # for a worker process that was killed; one that hangs in the driver stays longer
+)
 
 T = TypeVar("T")
 
@@ -351,7 +354,7 @@ class ProcessLane:
         with contextlib.suppress(
             TimeoutError
         ):  # hanging in the driver: it ends when the call returns
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(_END_SECONDS):
                 await worker.process.wait()
 
 
