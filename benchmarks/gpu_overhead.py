@@ -1,4 +1,4 @@
-"""What the hooks add to the steps of a DistributedDataParallel model on a GPU, with NCCL.
+"""The time that the hooks add to the steps of a DistributedDataParallel model on a GPU, with NCCL.
 
 Needs a CUDA device; without one there are no rows. Three processes with the same model take turns
 to run a block of steps, each block until the device is idle: two without Paceline, which show the
@@ -17,17 +17,32 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from statistics import median
 from time import perf_counter_ns
 
 from benchmarks.harness import Result
 
-ROUNDS = 80
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer of LAYERS layers, and the steps of a block."""
+
+    width: int
+    sequences: int  # number of sequences of 256 tokens
+    bucket_mb: float  # gradients that are reduced together
+    steps: int
+
+
+LAYERS = 8
+ROUNDS = 40
 WARM_ROUNDS = 5
 GOAL_PERCENT = 0.5
-# name: (layers, width, sequences of 256 tokens, steps of a block)
-MODELS = {"device is busy": (8, 1024, 32, 10), "device waits for the host": (8, 128, 2, 15)}
+MODELS = {
+    "device is busy": Model(width=2048, sequences=64, bucket_mb=25.0, steps=6),
+    "device waits for the host": Model(width=128, sequences=2, bucket_mb=0.1, steps=15),
+}
 
 
 def measure() -> Iterator[Result]:
@@ -36,9 +51,9 @@ def measure() -> Iterator[Result]:
     if not torch.cuda.is_available():
         print("gpu_overhead needs a CUDA device: nothing is measured", file=sys.stderr)
         return
-    for name, (*shape, steps) in MODELS.items():
+    for name, model in MODELS.items():
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-            plain, same, hooked = rounds(directory, (*shape,), steps)
+            plain, same, hooked = rounds(directory, model)
         for label, walls, goal in (
             ("none, the same twice", same, None),
             ("hooks", hooked, GOAL_PERCENT),
@@ -50,16 +65,16 @@ def measure() -> Iterator[Result]:
             resolved = abs(median(added) - GOAL_PERCENT) >= 2 * error
             yield Result(row, median(added), "%", goal=goal, resolved=resolved)
             yield Result(f"{row}, standard error", error, "%")
-        yield Result(f"overhead on a GPU, {name}: step", median(plain) / steps / 1e6, "ms")
+        yield Result(f"overhead on a GPU, {name}: step", median(plain) / model.steps / 1e6, "ms")
 
 
-def rounds(directory: str, shape: tuple[int, ...], steps: int) -> tuple[list[float], ...]:
+def rounds(directory: str, model: Model) -> tuple[list[float], ...]:
     """Return the wall time of each block, in nanoseconds: of each process, in each round."""
     context = multiprocessing.get_context("spawn")
     pipes = []
     for rings in ("", "", directory):
         own, other = context.Pipe()
-        context.Process(target=train, args=(other, rings, shape, steps), daemon=True).start()
+        context.Process(target=train, args=(other, rings, model), daemon=True).start()
         pipes.append(own)
     walls: list[list[float]] = [[] for _ in pipes]
     order = list(range(len(pipes)))
@@ -74,22 +89,21 @@ def rounds(directory: str, shape: tuple[int, ...], steps: int) -> tuple[list[flo
     return tuple(walls)
 
 
-def train(pipe: Connection, rings: str, shape: tuple[int, ...], steps: int) -> None:
+def train(pipe: Connection, rings: str, what: Model) -> None:
     """Train in a process of its own; with Paceline if `rings` is the directory of an agent."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
     from torch import nn  # noqa: PLC0415
 
-    layers, width, batch = shape
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    layer = nn.TransformerEncoderLayer(what.width, 8, 4 * what.width, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
     model = nn.parallel.DistributedDataParallel(
-        encoder.to(device, torch.bfloat16), device_ids=[0], bucket_cap_mb=2
+        encoder.to(device, torch.bfloat16), device_ids=[0], bucket_cap_mb=what.bucket_mb
     )
     optimizer = torch.optim.AdamW(model.parameters())
-    inputs = torch.randn(batch, 256, width, device=device, dtype=torch.bfloat16)
+    inputs = torch.randn(what.sequences, 256, what.width, device=device, dtype=torch.bfloat16)
     boundaries: Iterator[None] = itertools.repeat(None)
     if rings:
         os.environ["PACELINE_RING_DIRECTORY"] = rings
@@ -99,7 +113,7 @@ def train(pipe: Connection, rings: str, shape: tuple[int, ...], steps: int) -> N
         boundaries = iter(paceline.steps(boundaries))
     while pipe.recv():
         started = perf_counter_ns()
-        for _ in range(steps):
+        for _ in range(what.steps):
             next(boundaries)
             model(inputs).square().mean().backward()
             optimizer.step()

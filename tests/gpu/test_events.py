@@ -77,6 +77,7 @@ def test_kernels_queued_together_get_separate_spans(reader: RingReader) -> None:
 
 
 @pytest.mark.usefixtures("no_synchronize")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device(reader: RingReader) -> None:
     loss = torch.ones((), device="cuda")
     for _ in paceline.steps(range(10)):

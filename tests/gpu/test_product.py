@@ -35,7 +35,7 @@ def start(*arguments: str, directory: Path, **settings: str) -> subprocess.Popen
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What the API shows of a training that has ended."""
+    """The answers of the API about a training that has ended."""
     directory = tmp_path_factory.mktemp("product")
     url = f"http://127.0.0.1:{free_port()}"
     database = f"sqlite:///{directory}/paceline.db"

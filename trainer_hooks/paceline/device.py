@@ -53,6 +53,11 @@ class DeviceTimer:
         self._anchor.synchronize()
         self._anchor_ns = perf_counter_ns()
 
+    @property
+    def anchor(self) -> tuple[Any, int]:
+        """The newest event whose time on the host's clock is known, and that time (ns)."""
+        return self._anchor, self._anchor_ns
+
     def mark(self) -> Event | None:
         """Record an event on the current stream; None while a CUDA graph is captured."""
         if self._cuda.is_current_stream_capturing():

@@ -248,10 +248,10 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
     recorder.channels.on_new_group = partial(session.guard, session.report_backend)
     name = "C++ library" if isinstance(recorder, NativeRecorder) else "Python"
     session.report_coverage(name, _reason_of_operators(torch))
-    if isinstance(session.process_groups, NativeRecorder):
-        session.loop.at_boundary = session.process_groups.at_boundary
-    elif torch.backends.cuda.is_built():
+    if torch.backends.cuda.is_built():
         session.loop.at_boundary = partial(session.guard, session.at_boundary)
+    elif isinstance(recorder, NativeRecorder):
+        session.loop.at_boundary = recorder.at_boundary
     if mesh is not None and mesh.mesh_dim_names:
         for dimension in mesh.mesh_dim_names:
             group = mesh.get_group(dimension)

@@ -404,6 +404,10 @@ class Session:
             self.optimizer_phase = self._create_section(Op.OPTIMIZER)
             self.backward_phase = self._create_section(Op.BACKWARD)
             self.recognition.measure_forward(DeviceForward(self.recorder, self.timer))
+        if isinstance(self.process_groups, NativeRecorder):
+            if self.timer is not None:
+                self.process_groups.set_anchor(*self.timer.anchor)
+            self.process_groups.at_boundary()
 
     def end(self, status: int) -> None:
         """Write what is pending and show the final status."""

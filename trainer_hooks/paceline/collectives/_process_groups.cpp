@@ -1,4 +1,4 @@
-/* Kernels on torch's c10d operators, which record every call of every process group on the CPU.
+/* Kernels on torch's c10d operators, which record every call of every process group.
  *
  * `process_groups.py` does the same in Python, explains why it is done so, and replaces this library
  * where it was not built. Between two kernels of the training the host's caches are cold, and a
@@ -6,8 +6,14 @@
  *
  * Nothing here needs the interpreter's lock, except the first call of a process group. The writer
  * of the ring is in another library (writer/_native.c), which passes its addresses to `pl_start`.
+ *
+ * A call whose tensors are on a GPU is measured by events on the caller's stream, which are queried
+ * at step boundaries and never waited for. Its end is found by asking its Work: the future of such a
+ * Work is complete as soon as it was launched.
  */
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <dlfcn.h>
 #include <pthread.h>
 #include <time.h>
 #include <torch/csrc/autograd/engine.h>
@@ -16,6 +22,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -27,19 +34,21 @@ namespace {
 constexpr uint64_t STATE_DEPTH = 10, STATE_FRAMES = 16, FRAMES = 8, FRAME_WORDS = 4;
 constexpr uint64_t STATE_GROUPS = 48, GROUPS = 64, GROUP_WORDS = 4, GROUP_BYTES_SHIFT = 16;
 constexpr uint64_t STATE_PEERS = 304, PEERS = 32, PEER_WORDS = 6;
-constexpr uint64_t FLAG_ASYNC = 1, FLAG_WAIT = 2;
+constexpr uint64_t FLAG_ASYNC = 1, FLAG_WAIT = 2, FLAG_DEVICE = 4;
 constexpr uint64_t ALL_REDUCE = 16, ALL_GATHER = 17, REDUCE_SCATTER = 18, BROADCAST = 19;
 constexpr uint64_t BARRIER = 20, ALL_TO_ALL = 21, REDUCE = 22, GATHER = 23, SCATTER = 24;
 constexpr uint64_t SEND = 25, RECV = 26;
-constexpr uint64_t LAYOUT[] = {1, STATE_DEPTH, STATE_FRAMES, FRAMES, FRAME_WORDS, STATE_GROUPS,
+constexpr uint64_t LAYOUT[] = {2, STATE_DEPTH, STATE_FRAMES, FRAMES, FRAME_WORDS, STATE_GROUPS,
                                GROUPS, GROUP_WORDS, GROUP_BYTES_SHIFT, STATE_PEERS, PEERS,
-                               PEER_WORDS, FLAG_ASYNC, FLAG_WAIT, ALL_REDUCE, ALL_GATHER,
-                               REDUCE_SCATTER, BROADCAST, BARRIER, ALL_TO_ALL, REDUCE, GATHER,
-                               SCATTER, SEND, RECV};
+                               PEER_WORDS, FLAG_ASYNC, FLAG_WAIT, FLAG_DEVICE, ALL_REDUCE,
+                               ALL_GATHER, REDUCE_SCATTER, BROADCAST, BARRIER, ALL_TO_ALL, REDUCE,
+                               GATHER, SCATTER, SEND, RECV};
 
 constexpr uint64_t NO_CHUNK = 0xFFFF, NONE_32 = 0xFFFFFFFF, NO_MICROBATCH = 0xFFFFFFFFull << 32;
 constexpr uint64_t SOONEST_OTHER_WORK_NS = 1000000;
 constexpr size_t CALLS = 4096, ROWS = 8192, ROW_WORDS = 7;
+constexpr size_t POLLED_PER_LAUNCH = 4, TIMED = 16384;
+constexpr c10::DeviceType GPU = c10::DeviceType::CUDA;
 
 struct Operator {
     const char *name;
@@ -115,6 +124,153 @@ struct Group {
     std::vector<int64_t> ranks; /* global ranks of its members */
 };
 
+/* Whether a stream is being captured: its events would belong to the graph, and a query would end
+ * the capture. Torch's interface of devices tells it since 2.13; before, CUDA is asked, whose
+ * functions are found in torch's library, because this one is built without CUDA. */
+struct Capture {
+    void *(*stream_of)(const c10::Stream *) = nullptr; /* c10::cuda::CUDAStream::stream() */
+    int (*ask)(void *stream, int *status) = nullptr;
+
+    Capture()
+    {
+        void *library = dlopen("libc10_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+        if (library == nullptr)
+            return;
+        stream_of = (decltype(stream_of))dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv");
+        ask = (decltype(ask))dlsym(library, "cudaStreamIsCapturing");
+    }
+
+    template <typename Guard> static constexpr bool is_told()
+    {
+        return requires(const Guard &guard, const c10::Stream &stream) {
+            guard.isStreamCapturing(stream);
+        };
+    }
+
+    template <typename Guard> bool is_known() const
+    {
+        return is_told<Guard>() || (stream_of != nullptr && ask != nullptr);
+    }
+
+    template <typename Guard> bool is_capturing(const Guard &guard, const c10::Stream &stream) const
+    {
+        if constexpr (is_told<Guard>())
+            return guard.isStreamCapturing(stream);
+        int status = 0;
+        return ask(stream_of(&stream), &status) != 0 || status != 0;
+    }
+};
+
+/* Events of one GPU. Not thread-safe: the recorder's lock protects it. */
+class Timer {
+    using Guard = c10::impl::DeviceGuardImplInterface;
+
+  public:
+    /* Whether this torch can measure on a GPU. */
+    static bool is_possible()
+    {
+        return c10::impl::hasDeviceGuardImpl(GPU) && Capture().is_known<Guard>();
+    }
+
+    /* Use this device, unless one is in use already. */
+    void use(c10::DeviceIndex device)
+    {
+        if (guard != nullptr || failed || !is_possible())
+            return;
+        guard = c10::impl::getDeviceGuardImpl(GPU);
+        index = device;
+    }
+
+    /* Map device time to the host's clock with an event whose host time is known. */
+    void set_anchor(void *event, int device, uint64_t host_ns)
+    {
+        use((c10::DeviceIndex)device);
+        index = (c10::DeviceIndex)device;
+        anchor = event;
+        anchor_ns = host_ns;
+    }
+
+    bool measures(const at::Tensor &tensor) const
+    {
+        return guard != nullptr && anchor != nullptr && tensor.is_cuda() &&
+               tensor.device().index() == index;
+    }
+
+    /* Record an event on the caller's stream; null without a device, or during a capture. */
+    void *mark()
+    {
+        if (guard == nullptr)
+            return nullptr;
+        try {
+            const c10::Stream stream = guard->getStream(c10::Device(GPU, index));
+            if (capture.is_capturing(*guard, stream))
+                return nullptr;
+            void *event = nullptr;
+            if (!events.empty()) {
+                event = events.back();
+                events.pop_back();
+            }
+            guard->record(&event, stream, index, c10::EventFlag::BACKEND_DEFAULT);
+            return event;
+        } catch (const std::exception &) {
+            fail();
+            return nullptr;
+        }
+    }
+
+    void give_back(void *event)
+    {
+        if (event != nullptr)
+            events.push_back(event);
+    }
+
+    bool is_capturing() const
+    {
+        return guard != nullptr &&
+               capture.is_capturing(*guard, guard->getStream(c10::Device(GPU, index)));
+    }
+
+    /* Whether the device has passed an event. Not during a capture. */
+    bool is_over(void *event)
+    {
+        try {
+            return guard != nullptr && guard->queryEvent(event);
+        } catch (const std::exception &) {
+            fail();
+            return false;
+        }
+    }
+
+    bool times(void *begun, void *ended, uint64_t &start_ns, uint64_t &duration_ns)
+    {
+        try {
+            const double since = guard->elapsedTime(anchor, begun, index) * 1e6;
+            start_ns = (uint64_t)((int64_t)anchor_ns + (int64_t)since);
+            duration_ns = (uint64_t)std::max(0.0, guard->elapsedTime(begun, ended, index) * 1e6);
+            return true;
+        } catch (const std::exception &) {
+            fail();
+            return false;
+        }
+    }
+
+  private:
+    /* After an error of the device, all later calls would fail too. */
+    void fail()
+    {
+        failed = true;
+        guard = nullptr;
+    }
+
+    const Guard *guard = nullptr;
+    Capture capture;
+    c10::DeviceIndex index = 0;
+    bool failed = false;
+    void *anchor = nullptr;
+    uint64_t anchor_ns = 0;
+    std::vector<void *> events;
+};
+
 enum class Phase : uint8_t { FREE, LAUNCHING, IN_FLIGHT, DONE };
 enum class Waits : uint8_t { LATER, AT_ONCE, UNKNOWN };
 
@@ -122,6 +278,11 @@ struct Call {
     Phase phase = Phase::FREE;
     Waits waits = Waits::UNKNOWN;
     bool awaited = false, owns = false, in_action = false, failed = false;
+    bool polled = false;    /* its tensors are on a GPU */
+    bool on_device = false; /* and it is measured there */
+    bool taken = false;     /* by an action, which records it */
+    void *begun = nullptr, *wait_begun = nullptr; /* events */
+    int next = -1;                                /* in its batch: they share a Work */
     uint32_t generation = 0;
     int task = -1; /* the backward pass that launched it */
     uint64_t op, group, peer, size, sequence, word2, chunk;
@@ -130,7 +291,7 @@ struct Call {
     Channel *channel = nullptr;
     void *work = nullptr;
     const void *output = nullptr;
-    c10::intrusive_ptr<c10d::Work> kept; /* of a transfer, which has no future */
+    c10::intrusive_ptr<c10d::Work> kept; /* of a transfer, which has no future, or if polled */
     c10::intrusive_ptr<c10::ivalue::Future> future;
 };
 
@@ -156,8 +317,10 @@ class Recorder {
 
     /* Launch */
 
+    /* `payload`, `result`: a tensor of each. */
     int begin(uint64_t op, uint64_t size, const c10::intrusive_ptr<c10d::ProcessGroup> &group_of,
-              int64_t peer_in_group, bool is_transfer, Waits waits)
+              int64_t peer_in_group, bool is_transfer, Waits waits, const at::Tensor *payload,
+              const at::Tensor *result)
     {
         const int slot = find_group(group_of);
         if (slot < 0)
@@ -177,6 +340,13 @@ class Recorder {
         call.phase = Phase::LAUNCHING;
         call.waits = waits;
         call.owns = owns();
+        const at::Tensor *on_gpu = payload != nullptr && payload->is_cuda() ? payload : result;
+        call.polled = on_gpu != nullptr && on_gpu->is_cuda();
+        if (call.polled)
+            timer.use(on_gpu->device().index());
+        call.on_device = payload != nullptr && timer.measures(*payload);
+        if (call.on_device)
+            call.begun = timer.mark();
         call.op = op;
         call.group = group.identifier;
         call.size = size;
@@ -196,7 +366,7 @@ class Recorder {
         }
         call.started = now_ns();
         call.sequence = call.channel->enter(call.op | size << GROUP_BYTES_SHIFT, call.started);
-        if (waits == Waits::UNKNOWN && !is_transfer)
+        if (call.polled || (waits == Waits::UNKNOWN && !is_transfer))
             show(call, call.started); /* it may block in its launch */
         return index;
     }
@@ -219,9 +389,21 @@ class Recorder {
             Call &call = calls[index];
             hide(call);
             call.launched = now_ns();
-            if (!work) { /* it blocked, as a monitored barrier does */
+            if (!work && batching) { /* `batch_end` has the Work */
+                if (call.in_action)
+                    ++*s.transfers_launched;
+                call.phase = Phase::IN_FLIGHT;
+                batch.push_back(index);
+                return;
+            }
+            if (!work) { /* it blocked, as a monitored barrier does, or is a part of the stream */
                 call.channel->leave(call.sequence);
-                emit(call, call.owns ? 0 : FLAG_ASYNC, call.started, call.launched);
+                const uint64_t flag = call.owns || call.on_device ? 0 : FLAG_ASYNC;
+                if (call.on_device)
+                    emit_timed(call, flag, call.started, call.launched, call.begun, timer.mark());
+                else
+                    emit(call, flag, call.started, call.launched);
+                call.begun = nullptr;
                 release(index);
                 return;
             }
@@ -233,13 +415,15 @@ class Recorder {
             call.work = work.get();
             generation = call.generation;
             /* The end of a call that is waited for at once is that of its wait. */
-            call_watches = !is_transfer && call.waits != Waits::AT_ONCE;
-            if (is_transfer)
+            call_watches = !is_transfer && !call.polled && call.waits != Waits::AT_ONCE;
+            if (is_transfer || call.polled)
                 call.kept = work;
+            if (call.polled)
+                poll(POLLED_PER_LAUNCH);
             const int known = find_work(call.work);
             if (known >= 0) { /* the address of a Work that is gone */
                 remove(known);
-                end_unwaited(known);
+                end_all_unwaited(known);
             }
             in_flight.push_back({call.work, index});
             latest = index;
@@ -256,6 +440,40 @@ class Recorder {
             torch::autograd::Engine::get_default_engine().queue_callback(
                 [self, task] { self->at_backward_end(task); });
         }
+    }
+
+    /* Calls of this thread until `batch_end` share one Work. */
+    void batch_begin()
+    {
+        Locked locked(*this);
+        batching = true;
+        batch.clear();
+    }
+
+    void batch_end(const c10::intrusive_ptr<c10d::Work> &work)
+    {
+        Locked locked(*this);
+        batching = false;
+        if (batch.empty())
+            return;
+        for (size_t i = 0; i < batch.size(); i++)
+            calls[batch[i]].next = i + 1 < batch.size() ? batch[i + 1] : -1;
+        const int leader = batch[0];
+        batch.clear();
+        if (!work) {
+            end_all_unwaited(leader);
+            return;
+        }
+        Call &call = calls[leader];
+        call.kept = work;
+        call.polled = true;
+        call.work = work.get();
+        const int known = find_work(call.work);
+        if (known >= 0) {
+            remove(known);
+            end_all_unwaited(known);
+        }
+        in_flight.push_back({call.work, leader});
     }
 
     /* Completion: on the backend's thread */
@@ -293,11 +511,22 @@ class Recorder {
         if (call.waits == Waits::UNKNOWN)
             call.waits = is_latest && now - call.launched < SOONEST_OTHER_WORK_NS ? Waits::AT_ONCE
                                                                                   : Waits::LATER;
-        if (call.awaited)
-            hide(call); /* by the end of the backward pass: this wait is inside it */
-        call.awaited = true;
-        call.wait_started = now;
-        show(call, now);
+        const bool completed =
+            call.polled && call.waits != Waits::AT_ONCE && !timer.is_capturing() && is_over(call);
+        for (int each = index; each >= 0; each = calls[each].next) {
+            Call &member = calls[each];
+            if (member.awaited)
+                hide(member); /* by the end of the backward pass: this wait is inside it */
+            member.awaited = true;
+            timer.give_back(member.wait_begun);
+            member.wait_begun = nullptr;
+            member.wait_started = completed ? 0 : now; /* 0: there is no wait */
+            if (completed)
+                continue;
+            if (member.on_device && call.waits != Waits::AT_ONCE)
+                member.wait_begun = timer.mark();
+            show(member, now);
+        }
         return index;
     }
 
@@ -324,8 +553,18 @@ class Recorder {
     bool needs_python(int index)
     {
         Locked locked(*this);
-        const Call &call = calls[index];
-        return call.in_action || (call.op == RECV && call.peer == NONE_32);
+        for (int each = index; each >= 0; each = calls[each].next) {
+            const Call &call = calls[each];
+            if (call.in_action || (call.op == RECV && call.peer == NONE_32))
+                return true;
+        }
+        return false;
+    }
+
+    void take(int index)
+    {
+        Locked locked(*this);
+        calls[index].taken = true;
     }
 
     void set_source(int index, uint64_t rank)
@@ -341,16 +580,15 @@ class Recorder {
     {
         Locked locked(*this);
         const Call &call = calls[index];
-        const uint64_t values[] = {call.in_action, call.peer, call.size, call.sequence,
-                                   call.started};
+        const uint64_t values[] = {call.in_action, call.peer,    call.size,
+                                   call.sequence,  call.started, (uint64_t)(int64_t)call.next};
         std::copy(std::begin(values), std::end(values), out);
     }
 
-    /* `outcome`: 0 the wait failed, 1 it succeeded, 2 an action has taken the call over. */
-    void wait_end(int index, int outcome)
+    void wait_end(int index, bool succeeded)
     {
         Locked locked(*this);
-        end_wait(index, outcome, now_ns());
+        end_wait(index, succeeded, now_ns());
     }
 
     /* The end of a backward pass: where C++ waits, as the reducer of DistributedDataParallel does */
@@ -360,6 +598,7 @@ class Recorder {
         auto self = shared.lock();
         {
             Locked locked(*this);
+            poll(CALLS);
             int newest = -1;
             for (const InFlight &each : in_flight) {
                 const Call &call = calls[each.index];
@@ -385,6 +624,10 @@ class Recorder {
         awaited_index = -1;
         if (index < 0 || calls[index].generation != awaited_generation || !calls[index].awaited)
             return;
+        if (calls[index].polled) {
+            end_backward(calls[index].task, index);
+            return;
+        }
         Call &call = calls[index];
         if (call.phase != Phase::DONE && call.future && call.future->completed()) {
             /* Waiters are notified before callbacks run. */
@@ -393,7 +636,7 @@ class Recorder {
             call.failed = call.future->hasError();
         }
         if (call.phase == Phase::DONE) {
-            end_wait(index, call.failed ? 0 : 1, call.ended);
+            end_wait(index, !call.failed, call.ended);
         } else { /* someone else waits for it later */
             hide(call);
             call.awaited = false;
@@ -406,14 +649,24 @@ class Recorder {
     size_t take_rows(uint64_t *out, size_t most)
     {
         Locked locked(*this);
-        if (!in_flight.empty())
+        if (!in_flight.empty()) {
+            poll(CALLS);
             sweep();
+        }
+        if (!timed.empty())
+            resolve();
         const size_t count = std::min(most, row_count);
         std::copy(rows.begin(), rows.begin() + count * ROW_WORDS, out);
         std::move(rows.begin() + count * ROW_WORDS, rows.begin() + row_count * ROW_WORDS,
                   rows.begin());
         row_count -= count;
         return count;
+    }
+
+    void set_anchor(void *event, int device, uint64_t host_ns)
+    {
+        Locked locked(*this);
+        timer.set_anchor(event, device, host_ns);
     }
 
     void set_group(uint64_t slot, uint64_t identifier, const int64_t *ranks, size_t count)
@@ -540,24 +793,114 @@ class Recorder {
         }
     }
 
-    void end_wait(int index, int outcome, uint64_t now)
+    /* Whether the Work of a polled call is complete. Not during a capture. */
+    static bool is_over(const Call &call)
     {
-        Call &call = calls[index];
-        hide(call);
-        if (outcome == 1 || outcome == 2)
-            call.channel->leave(call.sequence);
-        if (outcome == 1) {
-            const bool at_once = call.waits == Waits::AT_ONCE;
-            if (at_once && call.owns) {
-                emit(call, 0, call.started, now);
-            } else {
-                const bool done = call.phase == Phase::DONE;
-                emit(call, FLAG_ASYNC, call.started, done ? call.ended : now);
-                if (owns() && (!done || call.ended > call.wait_started))
-                    emit(call, FLAG_WAIT, call.wait_started, now);
-            }
+        try {
+            return call.kept && call.kept->isCompleted();
+        } catch (const std::exception &) {
+            return false;
         }
-        forget(index);
+    }
+
+    /* Record the completed ones among the oldest calls that are polled. */
+    void poll(size_t most)
+    {
+        bool asked = false;
+        for (; most > 0; most--) {
+            int oldest = -1;
+            for (const InFlight &each : in_flight) {
+                const Call &call = calls[each.index];
+                if (call.polled && !call.awaited &&
+                    (oldest < 0 || call.started < calls[oldest].started))
+                    oldest = each.index;
+            }
+            if (oldest < 0 || (!asked && timer.is_capturing()) || !is_over(calls[oldest]))
+                return;
+            asked = true;
+            if (calls[oldest].kept->exception())
+                calls[oldest].failed = true;
+            remove(oldest);
+            end_all_unwaited(oldest);
+        }
+    }
+
+    /* Record the calls that a backward pass launched, and the wait for the newest at its end. */
+    void end_backward(int task, int newest)
+    {
+        std::vector<int> launched;
+        for (const InFlight &each : in_flight) {
+            const Call &call = calls[each.index];
+            if (call.polled && call.task == task && (!call.awaited || each.index == newest))
+                launched.push_back(each.index);
+        }
+        const uint64_t now = now_ns();
+        void *ended = nullptr; /* the same for all */
+        size_t users = 0;
+        for (const int index : launched) {
+            Call &call = calls[index];
+            hide(call);
+            call.channel->leave(call.sequence);
+            if (call.on_device && ended == nullptr)
+                ended = timer.mark();
+            users += emit_timed(call, FLAG_ASYNC, call.started, now, call.begun, ended, false);
+            call.begun = nullptr;
+            if (index == newest && call.wait_started != 0) {
+                users += emit_timed(call, FLAG_WAIT, call.wait_started, now, call.wait_begun, ended,
+                                    false);
+                call.wait_begun = nullptr;
+            }
+            forget(index);
+        }
+        if (users == 0)
+            timer.give_back(ended);
+        else
+            timed.back().owns_ended = true;
+    }
+
+    void end_wait(int index, bool succeeded, uint64_t now)
+    {
+        const bool at_once = calls[index].waits == Waits::AT_ONCE;
+        remove(index);
+        for (int next; index >= 0; index = next) {
+            Call &call = calls[index];
+            next = call.next;
+            hide(call);
+            if (succeeded)
+                call.channel->leave(call.sequence);
+            if (succeeded && !call.taken)
+                emit_waited(call, at_once, now);
+            release(index);
+        }
+    }
+
+    void emit_waited(Call &call, bool at_once, uint64_t now)
+    {
+        if (call.on_device) {
+            emit_timed(call, at_once ? 0 : FLAG_ASYNC, call.started, now, call.begun, timer.mark());
+            call.begun = nullptr;
+            if (!at_once && call.wait_started != 0) {
+                emit_timed(call, FLAG_WAIT, call.wait_started, now, call.wait_begun, timer.mark());
+                call.wait_begun = nullptr;
+            }
+        } else if (at_once && call.owns) {
+            emit(call, 0, call.started, now);
+        } else {
+            const bool done = call.phase == Phase::DONE;
+            emit(call, FLAG_ASYNC, call.started, done ? call.ended : now);
+            if (owns() && call.wait_started != 0 && (!done || call.ended > call.wait_started))
+                emit(call, FLAG_WAIT, call.wait_started, now);
+        }
+    }
+
+    void end_all_unwaited(int index)
+    {
+        const bool failed = calls[index].failed;
+        for (int next; index >= 0; index = next) {
+            next = calls[index].next;
+            calls[index].failed = failed;
+            end_unwaited(index);
+        }
     }
 
     /* Record a call that nobody waits for. */
@@ -578,7 +921,7 @@ class Recorder {
         for (size_t i = in_flight.size(); i-- > 0;) {
             const int index = in_flight[i].index;
             const Call &call = calls[index];
-            const bool dropped = call.kept && call.kept.use_count() == 1;
+            const bool dropped = !call.polled && call.kept && call.kept.use_count() == 1;
             if (!call.awaited && (call.phase == Phase::DONE || dropped)) {
                 remove(index);
                 end_unwaited(index);
@@ -586,9 +929,54 @@ class Recorder {
         }
     }
 
+    /* Record a span between two events, once the device has passed both; between times of the host
+     * if one of them is missing. Takes the first, and the second if `owns_ended`. Returns whether the
+     * events are used. */
+    bool emit_timed(const Call &call, uint64_t flag, uint64_t start, uint64_t end, void *begun,
+                    void *ended, bool owns_ended = true)
+    {
+        if (begun != nullptr && ended != nullptr && timed.size() < TIMED) {
+            timed.push_back({word1_of(call, flag | FLAG_DEVICE), call.word2, call.peer, call.size,
+                             call.sequence, begun, ended, owns_ended});
+            return true;
+        }
+        timer.give_back(begun);
+        if (owns_ended)
+            timer.give_back(ended);
+        emit(call, flag, start, end);
+        return false;
+    }
+
+    /* Turn spans that the device has passed into rows. */
+    void resolve()
+    {
+        if (timer.is_capturing())
+            return;
+        while (!timed.empty() && row_count < ROWS) {
+            const Timed &span = timed.front();
+            if (!timer.is_over(span.ended))
+                return;
+            uint64_t start = 0, duration = 0;
+            if (timer.times(span.begun, span.ended, start, duration)) {
+                const uint64_t row[] = {span.word1,    span.word2, span.peer, span.size,
+                                        span.sequence, start,      duration};
+                std::copy(std::begin(row), std::end(row), rows.begin() + row_count++ * ROW_WORDS);
+            }
+            timer.give_back(span.begun);
+            if (span.owns_ended)
+                timer.give_back(span.ended);
+            timed.pop_front();
+        }
+    }
+
+    static uint64_t word1_of(const Call &call, uint64_t flag)
+    {
+        return call.op | call.group << 16 | call.chunk << 32 | flag << 48;
+    }
+
     void emit(const Call &call, uint64_t flag, uint64_t start, uint64_t end)
     {
-        const uint64_t word1 = call.op | call.group << 16 | call.chunk << 32 | flag << 48;
+        const uint64_t word1 = word1_of(call, flag);
         const uint64_t duration = end > start ? end - start : 0;
         if (owns()) { /* nobody else writes to the ring */
             s.write(s.writer, word1, call.word2, call.peer, call.size, call.sequence, start,
@@ -637,14 +1025,25 @@ class Recorder {
     void release(int index)
     {
         calls[index].phase = Phase::FREE;
+        timer.give_back(calls[index].begun);
+        timer.give_back(calls[index].wait_begun);
+        calls[index].begun = calls[index].wait_begun = nullptr;
         discard(std::move(calls[index].kept));
         discard(std::move(calls[index].future));
         calls[index].generation++;
         free_calls.push_back(index);
     }
 
+    struct Timed {
+        uint64_t word1, word2, peer, size, sequence;
+        void *begun, *ended;
+        bool owns_ended;
+    };
+
     const Start s;
     std::mutex mutex;
+    Timer timer;
+    std::deque<Timed> timed; /* oldest first */
     std::vector<Call> calls;
     std::vector<int> free_calls;
     std::vector<c10::intrusive_ptr<c10::intrusive_ptr_target>> discarded;
@@ -658,10 +1057,14 @@ class Recorder {
     uint32_t awaited_generation = 0;
     static thread_local int latest; /* launched last by this thread, without a wait since */
     static thread_local uint32_t latest_generation;
+    static thread_local bool batching;
+    static thread_local std::vector<int> batch;
 };
 
 thread_local int Recorder::latest = -1;
 thread_local uint32_t Recorder::latest_generation = 0;
+thread_local bool Recorder::batching = false;
+thread_local std::vector<int> Recorder::batch;
 
 /* Never deleted, nor what they were started with: calls may complete after recording has ended. */
 std::vector<std::shared_ptr<Recorder>> &recorders = *new std::vector<std::shared_ptr<Recorder>>;
@@ -692,12 +1095,13 @@ const void *address_of(const at::Tensor &tensor)
     }
 }
 
-const void *first_address(const c10::IValue &value)
+/* The first tensor in an argument; null if there is none. */
+const at::Tensor *first_tensor(const c10::IValue &value)
 {
     if (value.isTensor())
-        return address_of(value.toTensor());
+        return value.toTensor().defined() ? &value.toTensor() : nullptr;
     if (value.isList() && !value.toListRef().empty())
-        return first_address(value.toListRef()[0]);
+        return first_tensor(value.toListRef()[0]);
     return nullptr;
 }
 
@@ -734,8 +1138,12 @@ struct LaunchKernel : public c10::OperatorKernel {
                 Waits waits = Waits::UNKNOWN;
                 if (is_async >= 0)
                     waits = arguments[is_async].toBool() ? Waits::LATER : Waits::AT_ONCE;
-                output = first_address(arguments[0]);
-                index = recorder->begin(what.op, size, process_group, rank, is_transfer, waits);
+                const at::Tensor *result = first_tensor(arguments[0]);
+                const at::Tensor *payload =
+                    what.payload < 0 ? nullptr : first_tensor(arguments[what.payload]);
+                output = result == nullptr ? nullptr : address_of(*result);
+                index = recorder->begin(what.op, size, process_group, rank, is_transfer, waits,
+                                        payload, result);
             } catch (const std::exception &) {
                 recorder->lost++;
             }
@@ -775,10 +1183,10 @@ void wait_kernel(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch:
     try {
         op.redispatchBoxed(keys & BELOW, stack);
     } catch (...) {
-        recorder->wait_end((int)index, 0);
+        recorder->wait_end((int)index, false);
         throw;
     }
-    recorder->wait_end((int)index, 1);
+    recorder->wait_end((int)index, true);
 }
 
 /* The all-reduce, as often as the reducer of DistributedDataParallel calls it, with typed arguments:
@@ -814,8 +1222,9 @@ Reduced all_reduce_kernel(c10::DispatchKeySet keys, at::TensorList tensors,
             uint64_t size = 0;
             for (const at::Tensor &tensor : tensors)
                 size += bytes_of(tensor);
+            const at::Tensor *first = tensors.empty() ? nullptr : &tensors[0];
             index = recorder->begin(ALL_REDUCE, size, group, -1, false,
-                                    async_op ? Waits::LATER : Waits::AT_ONCE);
+                                    async_op ? Waits::LATER : Waits::AT_ONCE, first, first);
         } catch (const std::exception &) {
             recorder->lost++;
         }
@@ -918,10 +1327,41 @@ void pl_set_source(int64_t index, uint64_t rank)
         recorder->set_source((int)index, rank);
 }
 
-void pl_wait_end(int64_t index, int outcome)
+/* An action records this call itself. */
+void pl_take(int64_t index)
 {
     if (Recorder *recorder = active.load())
-        recorder->wait_end((int)index, outcome);
+        recorder->take((int)index);
+}
+
+void pl_wait_end(int64_t index, int succeeded)
+{
+    if (Recorder *recorder = active.load())
+        recorder->wait_end((int)index, succeeded != 0);
+}
+
+void pl_batch_begin()
+{
+    if (Recorder *recorder = active.load())
+        recorder->batch_begin();
+}
+
+/* `work`: address of the Work of all calls of this thread since `pl_batch_begin`; null: none. */
+void pl_batch_end(void *work)
+{
+    using Pointer = c10::intrusive_ptr<c10d::Work>;
+    if (Recorder *recorder = active.load())
+        recorder->batch_end(
+            work == nullptr ? Pointer() : Pointer::unsafe_reclaim_from_nonowning((c10d::Work *)work));
+}
+
+/* Whether calls on a GPU can be recorded with this torch. */
+int pl_measures_devices() { return Timer::is_possible(); }
+
+void pl_set_anchor(void *event, int device, uint64_t host_ns)
+{
+    if (Recorder *recorder = active.load())
+        recorder->set_anchor(event, device, host_ns);
 }
 
 size_t pl_take_rows(uint64_t *out, size_t most)

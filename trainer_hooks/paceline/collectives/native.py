@@ -1,7 +1,7 @@
 """Recording of process groups with a C++ library; `process_groups.py` does the same in Python.
 
-`recorder_of_process_groups` picks one of the two. The library records only calls on the CPU. With
-an accelerator, Python is used, which measures calls with device events.
+`recorder_of_process_groups` picks one of the two. The library measures calls on an NVIDIA GPU with
+CUDA events; with another accelerator, Python is used.
 """
 
 from __future__ import annotations
@@ -31,35 +31,38 @@ from paceline_wire.ring import (
     STATE_GROUPS,
     STATE_PEERS,
 )
-from paceline_wire.spans import Flag, Op
+from paceline_wire.spans import NONE_32, Flag, Op
 
-INTERFACE = 1  # equals the first value of LAYOUT in _process_groups.cpp
+INTERFACE = 2  # equals the first value of LAYOUT in _process_groups.cpp
 LAYOUT = (
     *(INTERFACE, STATE_DEPTH, STATE_FRAMES, FRAMES, FRAME_WORDS, STATE_GROUPS, GROUPS),
-    *(GROUP_WORDS, GROUP_BYTES_SHIFT, STATE_PEERS, PEERS, PEER_WORDS, Flag.ASYNC, Flag.WAIT),
+    *(GROUP_WORDS, GROUP_BYTES_SHIFT, STATE_PEERS, PEERS, PEER_WORDS),
+    *(Flag.ASYNC, Flag.WAIT, Flag.DEVICE),
     *(Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.BROADCAST, Op.BARRIER, Op.ALL_TO_ALL),
     *(Op.REDUCE, Op.GATHER, Op.SCATTER, Op.SEND, Op.RECV),
 )
 DEFINE = CFUNCTYPE(c_int, c_char_p, c_uint64)
 POINTER_BYTES = ctypes.sizeof(c_void_p)
-# Outcomes of a wait, as passed to `pl_wait_end`.
-SUCCEEDED, IN_ACTION = 1, 2
+NO_CALL = (1 << 64) - 1  # after the last call of a batch
 
 
 def recorder_of_process_groups(recorder: Recorder) -> ProcessGroupRecorder | NativeRecorder:
     """Return the recorder of process groups: the library if it is usable, otherwise Python."""
-    if Writer is pure_python.Writer or _has_device(sys.modules["torch"]):
+    torch = sys.modules["torch"]
+    accelerator = torch.accelerator.current_accelerator() if _has_device(torch) else None
+    if Writer is pure_python.Writer or (accelerator is not None and accelerator.type != "cuda"):
         return ProcessGroupRecorder(recorder)
     library = Library.load()
     if library is None:
         start_build()
         return ProcessGroupRecorder(recorder)
+    if accelerator is not None and not library.functions.pl_measures_devices():
+        return ProcessGroupRecorder(recorder)
     return NativeRecorder(recorder, library)
 
 
 def _has_device(torch: Any) -> bool:
-    accelerator = getattr(torch, "accelerator", torch.cuda)  # before torch 2.6: only CUDA
-    return bool(accelerator.is_available())
+    return bool(torch.accelerator.is_available())
 
 
 class Library:
@@ -95,6 +98,9 @@ class Library:
         functions.pl_set_group.argtypes = [c_uint64, c_uint64, POINTER(c_int64), c_size_t]
         functions.pl_start.argtypes = [POINTER(c_uint64)]
         functions.pl_lost.restype = c_uint64
+        functions.pl_take.argtypes = [c_int64]
+        functions.pl_batch_end.argtypes = [c_void_p]
+        functions.pl_set_anchor.argtypes = [c_void_p, c_int, c_uint64]
         self.take_rows = _address(functions.pl_take_rows)
         self.recorder: NativeRecorder | None = None
         # All recorders of this process, because C++ writes to their memory when a call completes,
@@ -114,6 +120,9 @@ class Library:
         self._replace(work, "get_future", self._watching_futures(work.get_future))
         future: Any = torch._C.Future
         self._replace(future, "wait", self._waiting(future.wait, self._work_of_future))
+        group: Any = torch.distributed.ProcessGroup
+        self._replace(group, "_start_coalescing", self._starting_batch(group._start_coalescing))
+        self._replace(group, "_end_coalescing", self._ending_batch(group._end_coalescing))
         self.attach()
 
     def attach(self) -> None:
@@ -149,6 +158,26 @@ class Library:
             return future
 
         return get_future
+
+    def _starting_batch(self, original: Any) -> Any:
+        @wraps(original)
+        def start(*args: Any, **kwargs: Any) -> Any:
+            self.functions.pl_batch_begin()
+            return original(*args, **kwargs)
+
+        return start
+
+    def _ending_batch(self, original: Any) -> Any:
+        @wraps(original)
+        def end(*args: Any, **kwargs: Any) -> Any:
+            work = None
+            try:
+                work = original(*args, **kwargs)
+            finally:
+                self.functions.pl_batch_end(None if work is None else _address_of_work(work))
+            return work
+
+        return end
 
     def _work_of_future(self, future: Any) -> int:
         """Return the address of the Work that a future belongs to; 0 if it is unknown."""
@@ -188,6 +217,10 @@ class NativeRecorder:
         self.at_boundary: Callable[[], None] = partial(writer.take_rows, library.take_rows)
         self._define = DEFINE(self._define_group)
 
+    def set_anchor(self, event: Any, host_ns: int) -> None:
+        """Measure calls on a GPU from now on: `event` was passed at this time of the host."""
+        self._library.functions.pl_set_anchor(event.cuda_event, event.device.index, host_ns)
+
     def install(self) -> None:
         """Start recording."""
         self._library.started.append(self)
@@ -210,17 +243,20 @@ class NativeRecorder:
     def end_wait(self, work: Any, call: int) -> None:
         """End a wait that needs Python: in a transfer action, or for any sender."""
         functions = self._library.functions
-        described = (c_uint64 * 5)()
-        functions.pl_describe(call, described)
-        in_action, peer, size, sequence, started_ns = described
-        outcome = SUCCEEDED
         action: Any = self._recorder.action
-        if not in_action:
-            functions.pl_set_source(call, work._source_rank())
-        elif action is not None and action.start <= started_ns:
-            action.add_transfer(peer, size, sequence)
-            outcome = IN_ACTION
-        functions.pl_wait_end(call, outcome)
+        member = call
+        while member != NO_CALL:
+            described = (c_uint64 * 6)()
+            functions.pl_describe(member, described)
+            in_action, peer, size, sequence, started_ns, following = described
+            if not in_action:
+                if peer == NONE_32:
+                    functions.pl_set_source(member, work._source_rank())
+            elif action is not None and action.start <= started_ns:
+                action.add_transfer(peer, size, sequence)
+                functions.pl_take(member)
+            member = following
+        functions.pl_wait_end(call, True)
 
     def _define_group(self, name: bytes, slot: int) -> int:
         """Define a process group at its first call. Return 0, or -1 if it cannot be recorded."""
