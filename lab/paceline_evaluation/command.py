@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,26 +134,38 @@ def evaluate(
     if "repair" in chosen_arms:
         if len(chosen_arms) > 1:
             raise click.BadParameter("the repair arm runs alone", param_hint="--arms")
-        result, shown = _run_repair(chosen, trials, seed, misses)
-        _print(result, shown, as_json, as_markdown, output)
+        arm = repair.RepairArm(chosen, trials, seed)
+        results = repair.RepairResults()
+        repair_progress = _ProgressLine(arm.total, misses)
+        with _figures_of_part(repair_progress):
+            arm.run(repair_progress.add, results)
+        result = repair_report.figures(results, arm.skipped)
+        _print(result, repair_report, as_json, as_markdown, output)
+        repair_progress.exit_if_interrupted()
         return
     verdicts: list[TrialVerdict] = []
     skipped: list[str] = []
     progress = _ProgressLine(trials * sum(map(len, kinds_of.values())), misses)
+
+    def judged(verdict: TrialVerdict) -> None:
+        verdicts.append(verdict)
+        progress(verdict)
+
     if "synthetic" in chosen_arms:
         campaign = Campaign(seed, trials, kinds_of["synthetic"], max(largest, 8))
         verdicts += campaign.run(jobs, progress)
-    with terminated_as_interrupted():
+    with _figures_of_part(progress):
         if "real" in chosen_arms:
-            verdicts += RealArm(kinds_of["real"], trials, seed).run(progress)
+            RealArm(kinds_of["real"], trials, seed).run(judged)
         if "foreign" in chosen_arms:
             foreign = ForeignArm(
                 kinds_of["foreign"], trials, seed, largest=largest, none_seconds=healthy_seconds
             )
-            verdicts += foreign.run(progress)
             skipped = foreign.skipped
+            foreign.run(judged)
     result = {**figures(verdicts, chosen), "skipped": skipped}
     _print(result, report, as_json, as_markdown, output)
+    progress.exit_if_interrupted()
 
 
 class _ArmReport(Protocol):
@@ -161,14 +176,16 @@ class _ArmReport(Protocol):
     def show(self, figures: dict[str, Any], /) -> list[str]: ...
 
 
-def _run_repair(
-    kinds: tuple[str, ...], trials: int, seed: int, misses: bool
-) -> tuple[dict[str, Any], _ArmReport]:
-    arm = repair.RepairArm(kinds, trials, seed)
-    progress = _ProgressLine(arm.total, misses)
-    with terminated_as_interrupted():
-        results = arm.run(progress.add)
-    return repair_report.figures(results, arm.skipped), repair_report
+@contextlib.contextmanager
+def _figures_of_part(progress: _ProgressLine) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the trials, not the report of those that are done."""
+    try:
+        with terminated_as_interrupted():
+            yield
+    except KeyboardInterrupt:
+        progress.interrupted = True
+        if progress.done == 0:
+            raise
 
 
 def _print(
@@ -195,6 +212,7 @@ class _ProgressLine:
 
     def __init__(self, total: int, misses: bool) -> None:
         self.total, self.misses, self.done = total, misses, 0
+        self.interrupted = False
 
     def __call__(self, verdict: TrialVerdict) -> None:
         if self.misses:
@@ -208,6 +226,11 @@ class _ProgressLine:
         before, self.done = self.done, self.done + trials
         if self.done // 10 > before // 10 or self.done == self.total > before:
             click.echo(f"{self.done} of {self.total} trials", err=True)
+
+    def exit_if_interrupted(self) -> None:
+        if self.interrupted:
+            click.echo(f"Interrupted: these are {self.done} of {self.total} trials.", err=True)
+            sys.exit(130)
 
     def _print_misses(self, verdict: TrialVerdict) -> None:
         name = f"{verdict.kind} {verdict.number} ({verdict.arm})"

@@ -69,9 +69,11 @@ class RepairArm:
     def _baseline(self) -> list[PlannedTrial]:
         return [trial for trial in self.trials if trial.plan.name in torchrun.FAULTS]
 
-    def run(self, report: Report) -> RepairResults:
-        """Run all trials. The first fault that cannot be played ends its job, not the arm."""
-        results = RepairResults()
+    def run(self, report: Report, results: RepairResults) -> None:
+        """Run all trials and add to the results, which count also if this is interrupted.
+
+        The first fault that cannot be played ends its job, not the arm.
+        """
         for database, trials in groupby(self.trials, key=lambda trial: trial.database):
             cluster = RepairCluster(database)
             with cluster.running():
@@ -82,7 +84,6 @@ class RepairArm:
             results.healthy = self._watch_healthy(report)
         if "mttf_60" in self.kinds:
             results.ettr = self._measure_ettr(report)
-        return results
 
     def _watch_healthy(self, report: Report) -> noise.Healthy:
         """Watch healthy jobs, the trainings in turn: one minute for each trial."""

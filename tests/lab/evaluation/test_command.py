@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from paceline_evaluation.campaign import Campaign
 from paceline_evaluation.command import evaluate
+from paceline_evaluation.repair.arm import RepairArm, RepairResults
+from paceline_evaluation.repair.trial import TrialResult
 from paceline_evaluation.scoring import TrialVerdict
 from paceline_evaluation.trial import Length
 
@@ -89,3 +95,24 @@ def test_markdown_is_a_table():
     lines = ended.stdout.splitlines()
     assert lines[0].startswith("| kind | n | recall |")
     assert lines[2].startswith("| crash | 1 | 1.000 |")
+
+
+def test_an_interrupted_evaluation_reports_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second trial never ends; SIGTERM arrives in it."""
+
+    def run(arm: RepairArm, report: Any, results: RepairResults) -> None:
+        result = TrialResult("process", "rank killed", "ddp", outcome="recovered", is_right=True)
+        results.trials.append(result)
+        report(1, "")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(RepairArm, "run", run)
+    output = tmp_path / "part.json"
+    arguments = ["--arms", "repair", "--kinds", "process", "--trials", "3", "--output", str(output)]
+    ended = CliRunner().invoke(evaluate, arguments)
+    assert ended.exit_code == 130
+    assert "Interrupted: these are 1 of " in ended.stderr
+    assert json.loads(output.read_text())["overall"]["n"] == 1

@@ -187,7 +187,8 @@ def test_a_killed_rank_costs_one_restart_and_no_bit_of_the_last_state(training: 
     arm = RepairArm(("process",), 0, 1, (training,))
     plan = next(plan for plan in PLANS if plan.name == "rank killed")
     arm.trials = draw(("process",), 1, 1, arm.trainings, (plan,))
-    results = arm.run(lambda _, text: print(text))
+    results = RepairResults()
+    arm.run(lambda _, text: print(text), results)
     assert [result.restarts for result in results.trials] == [1]
     assert all(is_good(result) for result in results.trials), results.trials
     assert [state.different for state in results.final_states] == [[]]
@@ -198,7 +199,8 @@ def test_a_killed_rank_costs_one_restart_and_no_bit_of_the_last_state(training: 
 def test_every_fault_is_recovered_or_rightly_left_alone() -> None:
     """500 faults and more: the figures of `docs/reliability.md`."""
     arm = RepairArm(KINDS, 50, 1)
-    results = arm.run(lambda _, text: print(text))
+    results = RepairResults()
+    arm.run(lambda _, text: print(text), results)
     assert len(results.trials) >= 500
     assert [result for result in results.trials if not is_good(result)] == []
     assert [state for state in results.final_states if state.different != []] == []

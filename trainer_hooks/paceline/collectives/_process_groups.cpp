@@ -389,7 +389,7 @@ class Recorder {
             Call &call = calls[index];
             hide(call);
             call.launched = now_ns();
-            if (!work && batching) { /* `batch_end` has the Work */
+            if (!work && batch_of == this) { /* `batch_end` has the Work */
                 if (call.in_action)
                     ++*s.transfers_launched;
                 call.phase = Phase::IN_FLIGHT;
@@ -446,14 +446,19 @@ class Recorder {
     void batch_begin()
     {
         Locked locked(*this);
-        batching = true;
+        if (batch_of == this) /* an exception has ended the last one */
+            for (const int index : batch)
+                release(index);
+        batch_of = this;
         batch.clear();
     }
 
     void batch_end(const c10::intrusive_ptr<c10d::Work> &work)
     {
         Locked locked(*this);
-        batching = false;
+        if (batch_of != this)
+            return;
+        batch_of = nullptr;
         if (batch.empty())
             return;
         for (size_t i = 0; i < batch.size(); i++)
@@ -1057,13 +1062,13 @@ class Recorder {
     uint32_t awaited_generation = 0;
     static thread_local int latest; /* launched last by this thread, without a wait since */
     static thread_local uint32_t latest_generation;
-    static thread_local bool batching;
+    static thread_local const Recorder *batch_of; /* null: this thread collects none */
     static thread_local std::vector<int> batch;
 };
 
 thread_local int Recorder::latest = -1;
 thread_local uint32_t Recorder::latest_generation = 0;
-thread_local bool Recorder::batching = false;
+thread_local const Recorder *Recorder::batch_of = nullptr;
 thread_local std::vector<int> Recorder::batch;
 
 /* Never deleted, nor what they were started with: calls may complete after recording has ended. */
