@@ -111,6 +111,7 @@ VMSTAT_PSWPOUT = "node_vmstat_pswpout"
 
 # Ranks and their processes
 
+KERNEL_PROCESS_XIDS_TOTAL = "paceline_kernel_process_xids_total"
 RANK_KERNEL_EVENTS_TOTAL = "paceline_rank_kernel_events_total"
 RANK_MEMORY_MISBOUND = "paceline_rank_memory_misbound"
 RANK_NIC_MISPLACED = "paceline_rank_nic_misplaced"

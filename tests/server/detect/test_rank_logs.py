@@ -18,16 +18,15 @@ frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f3d1677305d in libc1
 frame #4: <unknown function> + 0x129ecc (0x7f3d17929ecc in /lib/x86_64-linux-gnu/libc.so.6)
 """
 TRACEBACK = f"""[rank0]: Traceback (most recent call last):
-[rank0]:   File "/work/main/fault.py", line 31, in <module>
+[rank0]:   File "/home/user/fault.py", line 31, in <module>
 [rank0]:     print(step, loss.item(), flush=True)
 [rank0]:                 ^^^^^^^^^^^
 [rank0]: torch.AcceleratorError: {ASSERTED}
 [rank0]: Search for `cudaErrorAssert' in https://docs.nvidia.com/cuda/ for more information.
 
 """
-DIED = (
-    "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception"
-)
+WHO = "[PG ID 0 PG GUID 0(default_pg) Rank 0]"
+DIED = f"{WHO} Process group watchdog thread terminated with exception"
 LOGGED = "[rank0]:[E1126 06:39:34.181883415 ProcessGroupNCCL.cpp:"
 NO_EXCEPTION = "terminate called without an active exception"
 THROWN = "terminate called after throwing an instance of"
@@ -44,9 +43,7 @@ WATCHDOG = f"""149 6.734685698006615e-09
 {LOGGED}689] [Rank 0] {TIMEOUT} before timing out.
 {LOGGED}2303] {WHO}  failure detected by watchdog at work sequence
 """
-GLOO = (
-    "[/pytorch/third_party/gloo/transport/tcp/pair.cc:534] Connection {how} [10.0.0.3]:41337"
-)
+GLOO = "[/pytorch/third_party/gloo/transport/tcp/pair.cc:534] Connection {how} [10.0.0.3]:41337"
 CLOSED, RESET = GLOO.format(how="closed by peer"), GLOO.format(how="reset by peer")
 
 

@@ -118,6 +118,7 @@ def context(tmp_path: Path) -> Context:
         for sequence, message in enumerate(
             (
                 "NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+                "NVRM: Xid (PCI:0000:1a:00): 31, pid=77, name=python, Ch 00000008",
                 "Out of memory: Killed process 77 (py) total-vm:1kB, anon-rss:1kB",
             )
         )
