@@ -168,6 +168,8 @@ async def nvml_samples(context: Context, tmp_path: Path) -> list[Sample]:
     except CompilerMissing as missing:
         pytest.skip(str(missing))
     gpus = FakeGpus.create(tmp_path / "gpus", 1)
+    gpus.set_processes(0, {77: 5 << 30, 78: 1 << 30})  # the rank and another process
+    gpus.set_utilization(0, {77: 60, 78: 30})
     with pytest.MonkeyPatch.context() as patched:
         for name, value in environment(library, gpus.path).items():
             patched.setenv(name, value)
