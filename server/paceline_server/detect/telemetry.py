@@ -89,7 +89,7 @@ STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.DEVICE_PCIE_TRANSFERS_PER_SECOND_MAX: _DEVICE_KIND,
     metric_names.KERNEL_EVENTS_TOTAL: ("kind", "code", "device"),
     metric_names.KERNEL_LOG_LOST_TOTAL: _NODE,
-    metric_names.KERNEL_PROCESS_XIDS_TOTAL: (*_RANK, "code", "device"),
+    metric_names.KERNEL_PROCESS_XIDS_TOTAL: ("code", "device", "owner"),
     metric_names.KERNEL_XID_INFO: ("xid", "meaning"),
     metric_names.RANK_GPU_OTHER_PROCESSES: _RANK,
     metric_names.RANK_GPU_OTHERS_UTILIZATION_RATIO: _RANK,

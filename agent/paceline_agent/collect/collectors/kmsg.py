@@ -56,7 +56,7 @@ METRICS = (
         metric_names.KERNEL_PROCESS_XIDS_TOTAL,
         "counter",
         None,
-        "XIDs that name a process, by the rank to which it belongs; no rank: another process.",
+        "XIDs that name a process, by the rank that owns it (JOB/RANK); no owner: another process.",
     ),
     Metric(
         metric_names.KERNEL_LOG_LOST_TOTAL,

@@ -164,7 +164,7 @@ class KernelEventCounts:
         for (key, owner), count in self._xids_of_processes.items():
             labels = {"code": key[1], "device": self._name_of(key[2])}
             if owner is not None:
-                labels |= {"job": owner.job, "rank": str(owner.rank)}
+                labels["owner"] = f"{owner.job}/{owner.rank}"
             yield Sample(metric_names.KERNEL_PROCESS_XIDS_TOTAL, labels, float(count), now_ns)
         for (job, rank, kind), count in self._of_ranks.items():
             labels = {"job": job, "rank": rank, "kind": kind}

@@ -453,8 +453,8 @@ def node_of_rank_11(context, device, tmp_path):
 @pytest.mark.parametrize(
     ("pid", "labels", "whose"),
     [
-        ("4242", ",job=llm,rank=11", "[rank 11 of llm]"),
-        ("4300", ",job=llm,rank=11", "[rank 11 of llm]"),
+        ("4242", ",owner=llm/11", "[rank 11 of llm]"),
+        ("4300", ",owner=llm/11", "[rank 11 of llm]"),
         ("5151", "", "[another process]"),
         ("'<unknown>'", None, ""),
     ],

@@ -158,7 +158,7 @@ def test_a_known_cause_lists_nothing_as_not_measured():
 def of_process(fleet: Fleet, code: str, job: str | None = None, rank: int | None = None) -> None:
     """Add an XID of gpu0 that names a process: a rank's, or one that is no rank."""
     written(fleet, "xid", code, "gpu0")
-    owner = {} if job is None else {"job": job, "rank": str(rank)}
+    owner = {} if job is None else {"owner": f"{job}/{rank}"}
     for second in range(8):
         time_ns = START_NS + round((ONSET + 0.5 + second) * SECOND_NS)
         labels = {"code": code, "device": "gpu0", **owner}

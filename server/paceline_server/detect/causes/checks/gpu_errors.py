@@ -111,14 +111,14 @@ def _without_other_processes(
     suspect: Suspect, gpu: MeasuredDevice, code: str, points: list[tuple[float, float]]
 ) -> list[tuple[float, float]]:
     """Return the counts less those of XIDs that name a process that is not the suspect's."""
-    own = {(suspect.generation.job, str(rank)) for rank in suspect.ranks}
+    own = {f"{suspect.generation.job}/{rank}" for rank in suspect.ranks}
     labels_of_gpu = {"code": code, "device": f"gpu{gpu.labels['gpu']}"}
     others = [
         series.points
         for labels, series in suspect.observation.telemetry.all_of(
             gpu.node, metric_names.KERNEL_PROCESS_XIDS_TOTAL, **labels_of_gpu
         )
-        if (labels.get("job"), labels.get("rank")) not in own
+        if labels.get("owner") not in own
     ]
     return [
         (at_ns, count - sum(_value_at(other, at_ns) for other in others)) for at_ns, count in points
