@@ -151,7 +151,10 @@ def percent(ratio: float | None, digits: int = 1) -> str | None:
 def size(value: int) -> str:
     """Return a number of bytes such as `54 GiB`."""
     power = min(max(value.bit_length() - 1, 0) // 10, 4)
-    return f"{value / 1024**power:,.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    number = value / 1024**power
+    # three significant digits, without the exponent that `g` writes from 1000 on
+    text = f"{number:.3g}" if number < 999.5 else f"{round(number, -1):,.0f}"
+    return f"{text} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def likelihood(ratio: float) -> str:

@@ -564,6 +564,37 @@ EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(
     return found > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
+struct process_sample {
+    unsigned int pid;
+    unsigned long long time_us;
+    unsigned int sm_percent, memory_percent, encoder_percent, decoder_percent;
+};
+
+/* Like the driver, this lists only processes that used the SMs since `last_seen_us`. */
+EXPORT int nvmlDeviceGetProcessUtilization(
+    device handle, struct process_sample *samples, unsigned int *count,
+    unsigned long long last_seen_us)
+{
+    REACH(handle);
+    unsigned int found = 0, room = *count;
+    struct timespec now;
+    volatile uint32_t *pids = &gpu->process_pid_0, *percents = &gpu->process_percent_0;
+    ABLE(CALL_PROCESS_UTILIZATION);
+    clock_gettime(CLOCK_REALTIME, &now);
+    unsigned long long time_us = now.tv_sec * 1000000ull + now.tv_nsec / 1000;
+    for (unsigned int slot = 0; slot < STATE_PROCESSES; slot++) {
+        if (!pids[slot] || !percents[slot] || time_us <= last_seen_us)
+            continue;
+        if (found < room && samples)
+            samples[found] = (struct process_sample){pids[slot], time_us, percents[slot], 0, 0, 0};
+        found++;
+    }
+    *count = found;
+    if (!found)
+        return NOT_FOUND;
+    return found > room || !samples ? INSUFFICIENT_SIZE : SUCCESS;
+}
+
 /* MIG: the first mig_instances of seven slices. */
 
 EXPORT int nvmlDeviceGetMigMode(device handle, unsigned int *current, unsigned int *pending)

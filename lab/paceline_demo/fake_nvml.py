@@ -33,7 +33,7 @@ from paceline_demo.fake_nvml_models import DRIVERS, MODELS
 STATE_ENVIRONMENT = "PACELINE_FAKE_NVML_STATE"
 LIBRARY = "libnvidia-ml.so.1"
 MAGIC = 0x564E4650  # "PFNV"
-VERSION = 4
+VERSION = 5
 MAXIMUM_GPUS = 16
 
 
@@ -197,6 +197,13 @@ class FakeGpus:
         slots = [*used_bytes.items(), *[(0, 0)] * (PROCESSES - len(used_bytes))]
         for slot, (pid, used) in enumerate(slots):
             self.set(gpu, **{f"process_pid_{slot}": pid, f"process_bytes_{slot}": used})
+
+    def set_utilization(self, gpu: int, percents: Mapping[int, int]) -> None:
+        """Set the share of the SMs' time that compute processes use, by pid, in percent."""
+        target = self._gpu(gpu)
+        for slot in range(PROCESSES):
+            pid = getattr(target, f"process_pid_{slot}")
+            self.set(gpu, **{f"process_percent_{slot}": percents.get(pid, 0)})
 
     def drop(self, gpu: int) -> None:
         """Remove a GPU from the bus; a new initialization renumbers the GPUs behind it."""

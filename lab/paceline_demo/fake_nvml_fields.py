@@ -105,6 +105,7 @@ FIELDS: tuple[tuple[str, Kind, float], ...] = (
     ("mig_memory_used_mib_each", u32, 0),
     ("pci_device_id", u32, 0x233510DE),
     *((f"process_pid_{slot}", u32, 0) for slot in range(PROCESSES)),
+    *((f"process_percent_{slot}", u32, 0) for slot in range(PROCESSES)),  # SM time
 )
 TEXTS = (("uuid", 80), ("pci_bus_id", 32), ("name", 96), ("vbios", 32))
 
@@ -117,7 +118,7 @@ CALLS = {
             "encoder", "pcie_throughput", "pcie_counters", "throttle_counters", "thresholds",
             "margins", "remapped_rows", "video_clock", "utilization", "violations", "energy",
             "events", "nvlink_counters", "persistence", "power_limits", "vbios", "link_scopes",
-            "handle", "nvlink_ends", "activity",
+            "handle", "nvlink_ends", "activity", "process_utilization",
         )
     )
 }  # fmt: skip

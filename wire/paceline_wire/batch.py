@@ -252,6 +252,11 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="command_resu
     detail: str = ""
 
 
+# At the end of the detail of an XID whose process is no rank of this node. That of a rank ends with
+# `[rank 3 of JOB]`; one that names no process, or one that the agent cannot find, has neither.
+OF_ANOTHER_PROCESS = "[another process]"
+
+
 class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True, tag="device_event"):
     """An event of a device that a collector detected: `gpu_lost`, `gpu_hung`, `xid`, ..."""
 

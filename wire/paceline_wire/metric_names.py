@@ -111,6 +111,10 @@ VMSTAT_PSWPOUT = "node_vmstat_pswpout"
 
 # Ranks and their processes
 
+KERNEL_PROCESS_XIDS_TOTAL = "paceline_kernel_process_xids_total"
+RANK_GPU_OTHER_PROCESSES = "paceline_rank_gpu_other_processes"
+RANK_GPU_OTHERS_UTILIZATION_RATIO = "paceline_rank_gpu_others_utilization_ratio"
+RANK_GPU_UTILIZATION_RATIO = "paceline_rank_gpu_utilization_ratio"
 RANK_KERNEL_EVENTS_TOTAL = "paceline_rank_kernel_events_total"
 RANK_MEMORY_MISBOUND = "paceline_rank_memory_misbound"
 RANK_NIC_MISPLACED = "paceline_rank_nic_misplaced"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 TAIL_LINES = 50
@@ -11,6 +13,10 @@ TAIL_BYTES = 16 << 10
 LIMIT_BYTES = 32 << 20
 KEPT_BYTES = 1 << 20
 FILES_KEPT = 64
+# Lines of libtorch that fill the end of a log after a crash: the C++ frames of each error, and one
+# line for each GPU thread whose assertion failed (each thread of a block, often thousands).
+_CPP_FRAME = re.compile(r"frame #\d+: ")
+_DEVICE_ASSERTION = re.compile(r".*: block: \[[\d,]+\], thread: \[[\d,]+\] (Assertion .*)")
 
 
 class LogFile:
@@ -20,9 +26,13 @@ class LogFile:
         self.path = path
 
     def tail(self) -> str:
-        """Return the last TAIL_LINES lines, at most TAIL_BYTES."""
-        content = self._last(TAIL_BYTES).decode(errors="replace")
-        return "\n".join(content.splitlines()[-TAIL_LINES:])
+        """Return the last TAIL_LINES lines, at most TAIL_BYTES.
+
+        C++ frames and repeated device assertions are left out: they push the error out of it.
+        """
+        content = self._last(KEPT_BYTES).decode(errors="replace")
+        lines = [*_without_noise(content.splitlines())][-TAIL_LINES:]
+        return "\n".join(lines)[-TAIL_BYTES:]
 
     def truncate(self) -> None:
         """Keep only the end of a file beyond the limit; a line written meanwhile may be lost."""
@@ -42,6 +52,19 @@ class LogFile:
                 return file.read()
         except OSError:
             return b""
+
+
+def _without_noise(lines: list[str]) -> Iterator[str]:
+    asserted: set[str] = set()
+    for line in lines:
+        if _CPP_FRAME.match(line):
+            continue
+        failed = _DEVICE_ASSERTION.fullmatch(line)
+        if failed is not None:
+            if failed[1] in asserted:
+                continue
+            asserted.add(failed[1])
+        yield line
 
 
 def prune_logs(directory: Path) -> None:

@@ -47,3 +47,19 @@ def test_old_logs_are_pruned(tmp_path: Path) -> None:
     prune_logs(tmp_path)
     left = {int(path.stem) for path in tmp_path.iterdir()}
     assert left == set(range(5, logs.FILES_KEPT + 5))
+
+
+def test_cpp_frames_and_repeated_device_assertions_do_not_fill_the_tail(tmp_path: Path) -> None:
+    """As recorded on an H200: the traceback came before 190 lines of them."""
+    kernel = "/pytorch/aten/src/ATen/native/cuda/IndexKernelUtils.cu:16: vectorized_gather_kernel"
+    asserted = [
+        f"{kernel}: block: [772,0,0], thread: [{thread},0,0] Assertion `{what}` failed."
+        for what in ("ind >=0", "ind < ind_dim_size")
+        for thread in range(500)
+    ]
+    frame = "frame #{}: <unknown function> + 0x129ecc (0x7fd5c4929ecc in /lib/libc.so.6)"
+    frames = [frame.format(number) for number in range(100)]
+    words = ["Traceback (most recent call last):", "RuntimeError: CUDA error", "terminate called"]
+    file = tmp_path / "a.log"
+    file.write_text("\n".join([*asserted, *words, *frames]))
+    assert LogFile(file).tail().splitlines() == [asserted[0], asserted[500], *words]

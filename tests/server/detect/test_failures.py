@@ -106,7 +106,8 @@ def test_an_abort_after_a_device_error_is_a_cause_and_one_after_a_timeout_is_not
     job.exit(4, signal=6, log_tail=WATCHDOG_TIMEOUT)
     job.exit(5, signal=6, log_tail=WATCHDOG_CUDA, at_ns=job.now_ns + 10**9)
     [found] = tick(job)
-    assert (found.rank, found.cause) == (5, "killed by SIGABRT")
+    error = "CUDA error: an illegal memory access was encountered"
+    assert (found.rank, found.cause) == (5, f"killed by SIGABRT: {error}")
 
 
 def test_the_rank_that_exits_first_is_blamed(job):

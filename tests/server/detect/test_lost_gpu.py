@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated_job import SimulatedJob
+from simulated_job import JOB, SimulatedJob
 
 from paceline_agent.collect.kernel_log.recognize import Recognizer
 from paceline_server.detect.finding import Finding
@@ -224,3 +224,25 @@ def test_a_hung_gpu_that_is_lost_after_all_is_a_failure(job):
 def test_a_hung_gpu_without_a_rank_is_not_reported(job):
     job.device_event(NODE, "gpu_hung", "gpu7", "does not answer")
     assert tick(job, 30) == []
+
+
+FAULT = "warning: XID 31: memory page fault; RESTART_APP: restart; pid 1001 (python) "
+
+
+@pytest.mark.parametrize("whose", ["[another process]", "[rank 0 of another-job]"])
+def test_a_fault_of_another_jobs_process_on_the_gpu_is_not_reported(job, whose):
+    add_kernel_log(job)
+    job.device_event(NODE, "xid", GPU, FAULT + whose)
+    job.device_event(NODE, "xid", GPU, "XID 31")  # NVML reports no process
+    assert [*tick(job), *tick(job, 5), *tick(job, 5)] == []
+
+
+@pytest.mark.parametrize("whose", ["", f"[rank 3 of {JOB}]"])
+def test_a_fault_of_the_jobs_own_or_of_an_unknown_process_is_reported(job, whose):
+    job.device_event(NODE, "xid", GPU, FAULT + whose)
+    assert [found.kind for found in tick(job)] == ["gpu_error"]
+
+
+def add_kernel_log(job: SimulatedJob) -> None:
+    read = Sample("paceline_kernel_log_lost_total", {}, 0.0, job.now_ns)
+    job.engine.feed(job.batch(NODE, samples=[read]), job.now_ns)

@@ -21,7 +21,6 @@ from paceline_agent.collect.contract import (
     Collector,
     CollectorUnavailable,
     Context,
-    LocalRank,
     Metric,
 )
 from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
@@ -30,6 +29,7 @@ from paceline_agent.collect.kernel_log.records import Record, records_of
 from paceline_agent.collect.kernel_log.relevance import RelevantLines
 from paceline_agent.collect.kernel_log.rules import RULES
 from paceline_agent.collect.kernel_log.source import KernelLogFile, LogLine
+from paceline_agent.collect.rank_processes import ProcessOwners
 from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
@@ -53,6 +53,12 @@ METRICS = (
         "Events in the kernel log that concern a rank.",
     ),
     Metric(
+        metric_names.KERNEL_PROCESS_XIDS_TOTAL,
+        "counter",
+        None,
+        "XIDs that name a process, by the rank that owns it (JOB/RANK); no owner: another process.",
+    ),
+    Metric(
         metric_names.KERNEL_LOG_LOST_TOTAL,
         "counter",
         None,
@@ -61,7 +67,6 @@ METRICS = (
 )
 
 _LINES_PER_SWEEP = 2000
-_RANKS_REMEMBERED = 512  # a killed rank is reported after it is gone
 # First bytes of gzip, xz, zstd, bzip2 and UTF-16, read as UTF-8.
 _PACKED = re.compile("\x1f\ufffd|\ufffd7zXZ|\\(\ufffd/\ufffd|BZh\\d|\ufffd\ufffd.?\x00")
 # classes of PCI devices that are named by their class name
@@ -84,13 +89,13 @@ class KmsgCollector(Collector):
         self._has_begun = False
         self._drained_ns: int | None = None  # boot_ns when the whole log had been read
         self._names: dict[str, str] = {}
-        self._ranks: dict[int, LocalRank] = {}  # by pid
+        self._owners = ProcessOwners(context.procfs_root)
         self._log_seconds = 0.0
         self._sequence: int | None = None
         self._lost = 0
 
     def collect(self, now_ns: int) -> Collected:
-        self._remember_ranks()
+        self._owners.remember(self.context.local_ranks())
         was_caught_up = self._log.caught_up
         lines = self._read()
         ends = self.context.replays_kmsg and self._log.drained
@@ -107,6 +112,7 @@ class KmsgCollector(Collector):
             if records and self._is_fresh(records[0].sequence):
                 for record in records:
                     self._take(record, now_ns, boot_ns, news=was_caught_up)
+        self._owners.remember_children(boot_ns / 1e9)
         if self._log.drained:
             self._drained_ns = boot_ns
         gpus = self.context.inventory.gpus
@@ -152,9 +158,25 @@ class KmsgCollector(Collector):
             time_ns, self._log_seconds = now_ns - self._age_ns(record, boot_ns), boot_ns / 1e9
         if self._log.is_stream and record.boot_us is not None:
             news = news or record.boot_us >= self._began_us
-        rank = None if event.pid is None else self._ranks.get(event.pid)
-        alert = news or replays
-        self._ledger.take(event, time_ns, self._log_seconds, rank=rank, alert=alert)
+        rank, is_foreign = None, False
+        if event.pid is not None and event.kind == "xid":  # a worker of the rank may use its GPU
+            rank = self._owners.rank_of(event.pid)
+            is_foreign = rank is None and self._shows_pids_of_the_log()
+        elif event.pid is not None:
+            rank = self._owners.rank(event.pid)
+        self._ledger.take(
+            event,
+            time_ns,
+            self._log_seconds,
+            rank=rank,
+            is_foreign=is_foreign,
+            alert=news or replays,
+        )
+
+    def _shows_pids_of_the_log(self) -> bool:
+        """Return whether a pid of the log is the same process in /proc of this machine."""
+        is_own_log = self._log.is_stream and not self.context.replays_kmsg
+        return is_own_log and self._owners.has_pids_of_the_kernel()
 
     def _age_ns(self, record: Record, boot_ns: int) -> int:
         if not self._log.is_stream or record.boot_us is None:
@@ -172,13 +194,6 @@ class KmsgCollector(Collector):
             self._lost += sequence - self._sequence - 1
         self._sequence = sequence
         return True
-
-    def _remember_ranks(self) -> None:
-        for rank in self.context.local_ranks():
-            self._ranks.pop(rank.pid, None)
-            self._ranks[rank.pid] = rank
-        while len(self._ranks) > _RANKS_REMEMBERED:
-            del self._ranks[next(iter(self._ranks))]
 
     def _name_of(self, device: str) -> str:
         """Return gpu3, mlx5_0, eth0 or nvme0 for a PCI address; other names unchanged."""

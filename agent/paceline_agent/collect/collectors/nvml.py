@@ -22,7 +22,7 @@ from paceline_agent.collect.contract import (
     Context,
     Metric,
 )
-from paceline_agent.collect.nvml import fields, instances, occupants, readings
+from paceline_agent.collect.nvml import fields, instances, readings
 from paceline_agent.collect.nvml.activity import Activity
 from paceline_agent.collect.nvml.driver import (
     GONE,
@@ -37,6 +37,7 @@ from paceline_agent.collect.nvml.fields import FieldReading
 from paceline_agent.collect.nvml.gpu import NvmlGpu, Trouble, Value
 from paceline_agent.collect.nvml.links import Links
 from paceline_agent.collect.nvml.metrics import METRICS
+from paceline_agent.collect.nvml.occupants import Occupants, gpu_of_pid
 from paceline_agent.collect.nvml.watch import Watch
 from paceline_wire import metric_names
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
@@ -174,6 +175,8 @@ class NvmlCollector(Collector):
             raise gpu.last_error
         lasting = [gpu.block(gpu.lasting, self._seldom(gpu), now_ns)] if is_slow else []
         values += _xid_values(gpu)
+        if gpu.occupants is not None:
+            values += gpu.occupants.shared(gpu, self._gpus)
         return [gpu.block(gpu.recurring, values, now_ns)], lasting
 
     def _seldom(self, gpu: NvmlGpu) -> list[Value | FieldReading]:
@@ -185,7 +188,8 @@ class NvmlCollector(Collector):
         gpu.info = gpu.info and msgspec.structs.replace(gpu.info, nvlinks=gpu.links.ends)
         gpu.activity = gpu.activity or Activity()
         values += gpu.activity.read(gpu)
-        values += occupants.read(gpu, self.context.local_ranks(), self.context.procfs_root)
+        gpu.occupants = gpu.occupants or Occupants()
+        values += gpu.occupants.read(gpu, self.context.local_ranks(), self.context.procfs_root)
         return values
 
     def _identify(self, gpu: NvmlGpu) -> None:
@@ -251,7 +255,7 @@ class NvmlCollector(Collector):
             lasting=lasting if is_slow else None,
             events=events,
             gpus=[info for gpu in self._ours() if (info := _gpu_info(gpu, now_ns)) is not None],
-            gpu_of_pid=occupants.gpu_of_pid(self._ours()) if is_slow else None,
+            gpu_of_pid=gpu_of_pid(self._ours()) if is_slow else None,
         )
 
     def _in_trouble(self, now_ns: int) -> SeriesBlock:

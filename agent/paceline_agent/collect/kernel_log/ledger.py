@@ -14,7 +14,7 @@ from paceline_agent.collect.gpus import gpu_labels
 from paceline_agent.collect.kernel_log.recognize import KernelEvent, pci_address
 from paceline_agent.collect.kernel_log.xids import explain
 from paceline_wire import metric_names
-from paceline_wire.batch import DeviceEvent, GpuInfo, Sample
+from paceline_wire.batch import OF_ANOTHER_PROCESS, DeviceEvent, GpuInfo, Sample
 
 REPEAT_SECONDS = 60.0
 SORTS_AT_MOST = 256  # limits the series of a faulty node
@@ -52,6 +52,7 @@ class KernelEventCounts:
         self._counts: dict[Key, int] = {}
         self._last_xid: dict[str, int] = {}  # by PCI address
         self._of_ranks: dict[tuple[str, str, str], int] = {}  # job, rank, kind
+        self._xids_of_processes: dict[tuple[Key, LocalRank | None], int] = {}  # None: of no rank
         self._sorts: dict[tuple[str, ...], _EventSort] = {}
         self._events: list[DeviceEvent] = []
 
@@ -62,26 +63,42 @@ class KernelEventCounts:
         now_seconds: float,
         *,
         rank: LocalRank | None = None,
+        is_foreign: bool = False,
         alert: bool = True,
     ) -> None:
-        """Count an event; without `alert` (an old message) it is not reported."""
+        """Count an event; without `alert` (an old message) it is not reported.
+
+        Args:
+            event: The event.
+            time_ns: Its time.
+            now_seconds: Time of the log.
+            rank: The rank whose process it names.
+            is_foreign: It names a process that belongs to no rank of this node.
+            alert: Report it.
+        """
         key = (event.kind, event.code, event.device)
         if key not in self._counts and len(self._counts) >= SORTS_AT_MOST:
             key = (event.kind, OTHER, OTHER)
         self._counts[key] = self._counts.get(key, 0) + event.count
         if _is_xid(event.kind, key[1]):
             self._last_xid[event.device] = int(event.code)
+            if rank is not None or is_foreign:
+                owner = (key, rank)
+                known = self._xids_of_processes
+                if owner in known or len(known) < SORTS_AT_MOST:
+                    known[owner] = known.get(owner, 0) + event.count
         if rank is not None:
             of_rank = (rank.job, str(rank.rank), event.kind)
             if of_rank in self._of_ranks or len(self._of_ranks) < SORTS_AT_MOST:
                 self._of_ranks[of_rank] = self._of_ranks.get(of_rank, 0) + event.count
         if alert:
-            self._tell(key, event, time_ns, now_seconds, rank)
+            whose = f" [rank {rank.rank} of {rank.job}]" if rank is not None else ""
+            if is_foreign:
+                whose = f" {OF_ANOTHER_PROCESS}"
+            self._tell(key, event, time_ns, now_seconds, whose)
 
-    def _tell(
-        self, key: Key, event: KernelEvent, time_ns: int, now: float, rank: LocalRank | None
-    ) -> None:
-        sort: tuple[str, ...] = key
+    def _tell(self, key: Key, event: KernelEvent, time_ns: int, now: float, whose: str) -> None:
+        sort: tuple[str, ...] = (*key, whose) if event.kind == "xid" else key
         if event.kind in _OF_A_PROCESS:
             sort = (*key, str(event.pid))
         if sort not in self._sorts and len(self._sorts) >= SORTS_AT_MOST:
@@ -91,7 +108,7 @@ class KernelEventCounts:
             sort_state.repeats += event.count
             sort_state.newest = (event, time_ns)
             return
-        self._say(sort_state, event, time_ns, now, sort_state.repeats, rank)
+        self._say(sort_state, event, time_ns, now, sort_state.repeats, whose)
 
     def _say(
         self,
@@ -100,9 +117,8 @@ class KernelEventCounts:
         time_ns: int,
         now: float,
         repeats: int,
-        rank: LocalRank | None = None,
+        whose: str = "",
     ) -> None:
-        whose = "" if rank is None else f" [rank {rank.rank} of {rank.job}]"
         more = f" ({repeats} more since the last report)" if repeats else ""
         sort_state.at_seconds, sort_state.repeats, sort_state.newest = now, 0, None
         self._events.append(
@@ -145,6 +161,11 @@ class KernelEventCounts:
             labels = {"xid": str(number), "meaning": xid.meaning, "severity": xid.severity}
             labels |= {"action": xid.action, "advice": xid.advice}
             yield Sample(metric_names.KERNEL_XID_INFO, labels, 1.0, now_ns)
+        for (key, owner), count in self._xids_of_processes.items():
+            labels = {"code": key[1], "device": self._name_of(key[2])}
+            if owner is not None:
+                labels["owner"] = f"{owner.job}/{owner.rank}"
+            yield Sample(metric_names.KERNEL_PROCESS_XIDS_TOTAL, labels, float(count), now_ns)
         for (job, rank, kind), count in self._of_ranks.items():
             labels = {"job": job, "rank": rank, "kind": kind}
             yield Sample(metric_names.RANK_KERNEL_EVENTS_TOTAL, labels, float(count), now_ns)

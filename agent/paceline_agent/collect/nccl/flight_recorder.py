@@ -21,16 +21,13 @@ from paceline_wire import dumps
 
 # torch/csrc/distributed/c10d: FlightRecorder, NCCLUtils and HeartbeatMonitor; newest name first
 _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_BUFFERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _PIPES = ("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 _OLD_DEFAULT = "/tmp/nccl_trace_rank_"  # until PyTorch 2.7
 _NEW_DEFAULT = "torch/comm_lib_trace_rank_"  # below the cache directory
 
 DUMP_SECONDS = 3.0  # up to a second until the request is read, and a large ring takes time to write
 _LOOK_SECONDS = 0.1
-_HOW = (
-    "set TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DEBUG_INFO_PIPE_FILE=/tmp/paceline_fr_ "
-    "for the ranks"
-)
 
 
 class DumpError(Exception):
@@ -86,7 +83,7 @@ async def take(process: NcclProcess, rank: int) -> TakenDump:
     if pipe is None:
         return _newest(process, paths)
     watches = [DumpWatch(path) for path in paths]
-    _knock(pipe, process.user)
+    _knock(pipe, process)
     deadline = time.monotonic() + DUMP_SECONDS
     while time.monotonic() < deadline:
         await asyncio.sleep(_LOOK_SECONDS)
@@ -106,16 +103,28 @@ def _pipe(process: NcclProcess, rank: int) -> Path | None:
     return None
 
 
-def _knock(pipe: Path, user: int) -> None:
+def _how(process: NcclProcess) -> str:
+    """Return which variables to set for dumps on request; empty if they are set."""
+    environment = process.environment
+    missing = []
+    if all(environment.get(name, "0") in ("", "0") for name in _BUFFERS):
+        missing.append(f"{_BUFFERS[0]}=2000 ({_BUFFERS[1]}=2000 for older releases of torch)")
+    if not any(map(environment.get, _PIPES)):
+        missing.append(f"{_PIPES[1]}=/tmp/paceline_fr_")
+    return f"set {' and '.join(missing)} for the ranks" if missing else ""
+
+
+def _knock(pipe: Path, process: NcclProcess) -> None:
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         nobody = error.errno in (errno.ENXIO, errno.ENOENT)
         why = "nobody reads it: is the Flight Recorder on?" if nobody else error.strerror
-        raise DumpError(f"the pipe {pipe.name} cannot be used ({why}); {_HOW}") from error
+        how = f"; {hint}" if (hint := _how(process)) else ""
+        raise DumpError(f"the pipe {pipe.name} cannot be used ({why}){how}") from error
     try:
         found = os.fstat(descriptor)
-        if not stat.S_ISFIFO(found.st_mode) or found.st_uid != user:
+        if not stat.S_ISFIFO(found.st_mode) or found.st_uid != process.user:
             raise DumpError(f"{pipe.name} is no pipe of that rank")
         os.write(descriptor, b"1")
     except BlockingIOError:
@@ -128,7 +137,7 @@ def _newest(process: NcclProcess, paths: list[Path]) -> TakenDump:
     written = {path: found[1] for path in paths if (found := _look(path)) is not None}
     newest = max(written, key=written.__getitem__, default=None)
     if newest is None or written[newest] < process.started_ns:
-        raise DumpError(f"its environment offers none: {_HOW}")
+        raise DumpError(f"its environment offers none: {_how(process)}")
     return _read(newest, process.user)
 
 

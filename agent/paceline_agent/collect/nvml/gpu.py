@@ -54,6 +54,7 @@ class NvmlGpu:
     last_xid: int | None = None
     xid_counts: dict[int, int] = field(default_factory=dict)
     rank_bytes: dict[int, int] = field(default_factory=dict)  # memory that ranks use, by their pid
+    occupants: Any = None  # occupants.Occupants, after the first read
     recurring: Recurring = field(default_factory=Recurring)  # blocks of each sweep
     lasting: Recurring = field(default_factory=Recurring)
 
@@ -103,6 +104,7 @@ class NvmlGpu:
         self.slow_fields.reset()
         self.links = None
         self.activity = None
+        self.occupants = None
 
     def block(
         self, recurring: Recurring, values: Sequence[Value | FieldReading], now_ns: int

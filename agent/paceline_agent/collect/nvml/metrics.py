@@ -320,6 +320,24 @@ METRICS = (
         "Which rank a process on the GPU is, or descends from.",
     ),
     Metric(
+        metric_names.RANK_GPU_OTHER_PROCESSES,
+        "gauge",
+        None,
+        "Processes that compute on the rank's GPU and belong to no rank of its job.",
+    ),
+    Metric(
+        metric_names.RANK_GPU_OTHERS_UTILIZATION_RATIO,
+        "gauge",
+        "ratio",
+        "Share of time in which kernels of those processes ran; absent if there are none.",
+    ),
+    Metric(
+        metric_names.RANK_GPU_UTILIZATION_RATIO,
+        "gauge",
+        "ratio",
+        "Share of time in which kernels of the rank ran, on a GPU that several processes use.",
+    ),
+    Metric(
         metric_names.GPU_SM_CLOCK_MAX_MHZ,
         "gauge",
         "megahertz",

@@ -32,6 +32,7 @@ ROW_REMAPPING = "row remapping"
 GPU_XID = "GPU error (XID)"
 GPU_LOST = "GPU lost"
 GPU_HUNG = "GPU hung"
+GPU_SHARED = "other processes on the GPU"
 NVLINK_ERRORS = "NVLink errors"
 DEGRADED_GPU_PCIE = "degraded PCIe link"
 PCIE_REPLAYS = "PCIe replays"
@@ -151,6 +152,14 @@ CAUSES: Mapping[str, CauseInfo] = {
         True,
         {"straggler": 0.002, "hang": 0.06},
         "search the kernel log for XIDs and GSP timeouts; reset the GPU or power-cycle the node",
+    ),
+    GPU_SHARED: CauseInfo(
+        "other processes on the GPU",
+        True,
+        {"straggler": 0.05, "slow_link": 0.01},
+        "end the other processes on the GPU (`nvidia-smi` lists them) or keep them off it: one job "
+        "per GPU, or exclusive compute mode",
+        is_load=True,
     ),
     NVLINK_ERRORS: CauseInfo(
         "NVLink",

@@ -332,6 +332,25 @@ def _with_launch_counts(
     return extended
 
 
+def launched_by_all(rank: int, views: Mapping[int, StateView], groups: Groups) -> bool:
+    """Return whether all members launched every communication that the rank launched.
+
+    If not, its GPU may execute one of them and wait for the others, while the rank itself is stuck
+    in host code.
+    """
+    for channel, count in entered_counts(rank, views[rank], groups).items():
+        is_group = channel.kind == "group"
+        for other in groups.members(channel.number) if is_group else (channel.number,):
+            if other == rank:
+                continue
+            if other not in views:
+                return False
+            counts = entered_counts(other, views[other], groups)
+            if counts.get(_seen_from_peer(channel, rank), 0) < count:
+                return False
+    return True
+
+
 def _seen_from_peer(channel: ProgramChannel, rank: int) -> ProgramChannel:
     """Return the same channel as the other end counts it."""
     if channel.kind == "group":

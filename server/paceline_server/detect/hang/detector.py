@@ -28,7 +28,12 @@ from paceline_server.detect.hang.python_stacks import (
     stack_evidence,
     user_frame,
 )
-from paceline_server.detect.hang.rank_cause import BUSY_CPU_SHARE, GONE_STATES, STOPPED_STATES
+from paceline_server.detect.hang.rank_cause import (
+    BUSY_CPU_SHARE,
+    GONE_STATES,
+    STOPPED_STATES,
+    side_of,
+)
 from paceline_server.detect.hang.sentences import RESUMED, hang_summary
 from paceline_server.detect.hang.settings import DEFAULTS, HangSettings
 from paceline_server.detect.hang.step_program import RankProgram, program_of
@@ -345,13 +350,15 @@ class HangDetector(Detector):
         cause, frame = active.cause, None
         all_stacks = [*active.stacks, *new]
         culprit = next((stacks for stacks in all_stacks if stacks.rank == active.rank), None)
-        if culprit is not None and active.side != "device":
+        # A communication that does not end on the devices is in no rank's own code.
+        if culprit is not None and (active.side != "device" or side_of(cause) == "device"):
             cause = cause_with_stacks(culprit, cause)
             frame = user_frame(culprit, cause)
         new_evidence = [line for stacks in new for line in stack_evidence(stacks)]
         self._active = msgspec.structs.replace(
             active,
             cause=cause,
+            side=active.side if cause == active.cause else side_of(cause),
             summary=self._summary(active.rank, cause, frame),
             detected_ns=observation.now_ns,
             stacks=all_stacks,

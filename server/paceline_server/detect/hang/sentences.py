@@ -9,7 +9,7 @@ from paceline_server.detect.causes.catalog import (
     UNKNOWN,
 )
 from paceline_server.detect.hang.python_stacks import GIL_HELD
-from paceline_server.detect.hang.rank_cause import UNINTERRUPTIBLE_IO
+from paceline_server.detect.hang.rank_cause import DEVICE_WAIT, UNINTERRUPTIBLE_IO
 from paceline_server.detect.hang.verdict import DEADLOCK, MISMATCH
 from paceline_wire.stacks import StackFrame
 
@@ -21,6 +21,7 @@ _CLAUSES = {
     ENDED_EARLY: "its process exited before the other ranks finished",
     DEADLOCK: "ranks wait for each other (deadlock)",
     UNKNOWN: "the cause is unknown",
+    DEVICE_WAIT: "it waits for its GPU, which does not finish its work",
 }
 
 
@@ -41,6 +42,8 @@ def _clause(cause: str, frame: StackFrame | None, *, is_rank: bool) -> str:
     details = [] if frame is None else [str(frame)]
     clause = _CLAUSES.get(cause, cause)
     kind, _, detail = cause.partition(": ")
+    if cause == DEVICE_WAIT and not is_rank:
+        clause = "ranks wait for their GPUs, which do not finish their work"
     if cause.startswith(GIL_HELD):
         clause = f"its thread {cause.removeprefix(GIL_HELD)} holds the GIL"
     elif kind == MISMATCH:

@@ -18,6 +18,7 @@ from paceline_server.detect.hang.rank_cause import (
     operation_evidence,
     operation_of,
     process_cause,
+    side_of,
 )
 from paceline_server.detect.hang.step_program import ProgramChannel
 from paceline_server.detect.hang.wait_for_graph import (
@@ -106,13 +107,13 @@ def verdict_on(
     rank = culprits.ranks[0]
     cause, evidence = PROCESS_GONE, [Evidence(f"rank {rank} has no recent state page")]
     if rank in live:
-        cause, evidence = host_cause(live[rank], observation, generation)
+        cause, evidence = host_cause(live[rank], observation, generation, views)
     elif rank in observation.exited:
         cause, evidence = ENDED_EARLY, [Evidence(f"rank {rank} has exited with code 0")]
     return HangVerdict(
         culprits.ranks,
         cause,
-        "host",
+        side_of(cause),
         [*evidence, *_dependents_evidence(culprits), *context],
         _other_stuck_ranks(culprits, views),
         stacks_wanted=[*culprits.ranks[:_MAX_CULPRIT_STACKS], *waiting_rank],
@@ -127,7 +128,8 @@ def _host_verdict_without_waits(
 ) -> HangVerdict:
     """Return the verdict if no rank waits for another, as far as the state pages show."""
     first = min(live)
-    cause, evidence = host_cause(live[first], observation, generation)
+    views = {rank: live_rank.state.view for rank, live_rank in live.items() if live_rank.state}
+    cause, evidence = host_cause(live[first], observation, generation, views)
     operations = {
         operation_of(rank, live_rank.state.view, observation)
         for rank, live_rank in live.items()
@@ -138,7 +140,7 @@ def _host_verdict_without_waits(
     return HangVerdict(
         (first,) if len(live) == 1 else tuple(sorted(live)),
         cause,
-        "host",
+        side_of(cause),
         [*evidence, *context],
         is_single=len(live) == 1,
         stacks_wanted=sorted(live)[:2],

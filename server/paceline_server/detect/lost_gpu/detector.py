@@ -17,7 +17,11 @@ from paceline_server.detect.causes.checks.kernel_log import is_read
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import FAILURE, GPU_ERROR, Kind
-from paceline_server.detect.lost_gpu.gpu_error import GpuError, gpu_error_of
+from paceline_server.detect.lost_gpu.gpu_error import (
+    GpuError,
+    gpu_error_of,
+    is_of_another_job,
+)
 from paceline_server.detect.lost_gpu.settings import DEFAULTS, LostGpuSettings
 from paceline_server.detect.observation import Generation, Observation, ReportedDeviceEvent
 from paceline_server.detect.rank_list import ranks_text
@@ -59,6 +63,8 @@ class LostGpuDetector(Detector):
         # XIDs reported by NVML that wait for the more detailed message in the kernel log, by GPU
         # and code.
         self._awaiting_log: dict[tuple[GpuKey, str], ReportedDeviceEvent] = {}
+        # Newest XID of another job's process, by GPU and code: NVML does not report whose it is.
+        self._of_other_jobs: dict[tuple[GpuKey, str], int] = {}
         # GPUs that do not respond, perhaps only for a moment.
         self._unresponsive: dict[GpuKey, ReportedDeviceEvent] = {}
 
@@ -108,6 +114,14 @@ class LostGpuDetector(Detector):
         error = gpu_error_of(reported.event)
         ranks = self._ranks_on(reported)
         if error is None or not ranks or self._is_old(reported):
+            return []
+        if is_of_another_job(reported.event, self.generation.job):
+            self._awaiting_log.pop((gpu_key, error.code), None)
+            self._of_other_jobs[gpu_key, error.code] = reported.event.time_ns
+            return []
+        other_ns = self._of_other_jobs.get((gpu_key, error.code))
+        since_ns = reported.event.time_ns - _LOG_DELAY_NS
+        if error.is_from_nvml and other_ns is not None and other_ns >= since_ns:
             return []
         is_logged = is_read(
             observation.telemetry, reported.node, reported.event.time_ns - _LOG_IS_READ_NS

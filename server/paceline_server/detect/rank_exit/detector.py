@@ -34,9 +34,12 @@ from paceline_server.detect.observation import (
 )
 from paceline_server.detect.rank_exit.raised_error import (
     LOADER_WORKERS,
+    abort_line,
     error_line,
     is_consequence,
     names_device_error,
+    names_timeout,
+    raised_by_itself,
 )
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.rank_list import ranks_text
@@ -288,14 +291,13 @@ class ExitDetector(Detector):
         quote = error_line(event.log_tail)
         evidence = [
             Evidence(
-                f"process {event.pid} of {self.generation.rank_text(event.rank)}: "
-                + ("exit code 0" if event.exit_code == 0 else _cause(event))
+                f"process {event.pid} of {self.generation.rank_text(event.rank)}: {_ending(event)}"
             )
         ]
         if killed is not None:
             evidence.append(killed)
         if quote:
-            evidence.append(Evidence(f"last line of its log: {quote}"))
+            evidence.append(Evidence(f"its log: {quote}"))
         evidence += _memory_evidence(culprit, observation, is_sure=killed is not None)
         together = self._ended_together(culprit)
         rank = event.rank if len(together) == 1 else None
@@ -310,7 +312,9 @@ class ExitDetector(Detector):
         node: str | None = self.generation.node(event.rank) or culprit.node
         if lost := self._lost_connections(culprit):
             rank, together, node = None, lost, None
-            summary = f"Connections between ranks broke before any rank ended. {summary}"
+            is_timeout = names_timeout(abort_line(event.log_tail))
+            first = "A collective timed out" if is_timeout else "Connections between ranks broke"
+            summary = f"{first} before any rank ended. {summary}"
         return self.finding(
             "failure:exit",
             cause=cause,
@@ -341,6 +345,9 @@ class ExitDetector(Detector):
     def _failure_of_all(self, first: ReportedExit, observation: Observation) -> Finding:
         """Return a finding that blames no rank and no node."""
         ranks, cause = self._alike_or_unknown(first, observation), _cause(first.event)
+        causes = {_without_numbers(_cause(self._abnormal[rank].event)) for rank in ranks}
+        if first.event.signal is not None and len(causes) > 1:
+            cause = _ending(first.event)
         is_all = len(ranks) == self.generation.topology.world_size
         subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"
         was_sent = first.event.signal in _SENT_SIGNALS
@@ -446,13 +453,13 @@ def _is_cause(reported: ReportedExit) -> bool:
     """Return whether the exit is not the consequence of another one.
 
     A broken connection causes no signal except SIGABRT, with which torch aborts itself. It also
-    does that after an error of the device, which the log names.
+    does that after an error of the device or of the script, which the log names.
     """
     event = reported.event
     if _is_unknown(event):
         return False
     if event.signal == signal.SIGABRT:
-        return names_device_error(event.log_tail)
+        return names_device_error(event.log_tail) or raised_by_itself(event.log_tail)
     return event.signal is not None or not is_consequence(event.log_tail)
 
 
@@ -463,12 +470,26 @@ def _way_of_end(event: RankExited) -> tuple[object, ...]:
     """
     error = error_line(event.log_tail) if event.exit_code is not None else ""
     is_device = names_device_error(event.log_tail)
-    return event.exit_code, event.signal, is_device, re.sub(r"\d+", "", error)
+    return event.exit_code, event.signal, is_device, _without_numbers(error)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "", text)
+
+
+def _ending(event: RankExited) -> str:
+    """Return how the process ended, without the error because of which it aborted itself."""
+    if event.exit_code == 0:
+        return "exit code 0"
+    if event.signal is not None:
+        return f"killed by {signal_name(event.signal)}"
+    return _cause(event)
 
 
 def _cause(event: RankExited) -> str:
     if event.signal is not None:
-        return f"killed by {signal_name(event.signal)}"
+        quote = abort_line(event.log_tail) if event.signal == signal.SIGABRT else ""
+        return f"killed by {signal_name(event.signal)}" + (f": {quote}" if quote else "")
     if _OUT_OF_MEMORY.search(event.log_tail):
         return OUT_OF_MEMORY
     if event.exit_code is None:

@@ -1,8 +1,16 @@
-"""The error that ended a rank, read from its last lines of output."""
+"""The error that ended a rank, read from its last lines of output.
+
+Python reports it in a traceback. C++ reports an exception that nothing caught as `terminate called
+after throwing an instance of 'TYPE'` and, in the next line, `what():  TEXT`, and aborts the
+process: so end a thread of NCCL or gloo that lost its peer, timed out or found an error of the GPU.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
 
 _CONSEQUENCE = re.compile(
     r"connection (reset|closed|refused|was closed)|broken pipe|closed by (peer|remote)"
@@ -23,18 +31,40 @@ _NCCL_DETAIL = "Last error:"
 LOADER_WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # PyTorch writes it before each line of a traceback
 _TRACEBACK = "Traceback (most recent call last):"
+_TERMINATED = re.compile(r"terminate called (?:after throwing an instance of '(.*)')?.*")
+_WHAT = re.compile(r"\s*what\(\):\s*(.*)")
+# Lines of torch's logger (E: error, F: fatal) with which NCCL's watchdog announces the abort.
+_LOGGED = re.compile(r"(?:\[rank\d+\]:)?\[([EF])\d{4} [^]]*ProcessGroupNCCL\.cpp:\d+\] *(.*)")
+_WATCHDOG = re.compile(
+    r"(?:\[(?:PG [^]]*)?Rank \d+\] *)+"
+    r"(?:Process group watchdog thread terminated with exception: *)?(?:\[Rank \d+\] *)*"
+)
+_ABORTS = re.compile(r"watchdog thread terminated with exception|Watchdog caught collective")
+_TIMED_OUT = "Watchdog caught collective operation timeout"
+_DEVICE_ASSERTION = re.compile(r": block: \[[\d,]+\], thread: \[[\d,]+\] (Assertion .*)")
+_ASSERTED = "device-side assert triggered"
+_CPP_FRAME = "frame #"
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 _MAX_QUOTE_LENGTH = 200
 
 
 def error_line(log_tail: str) -> str:
-    """Return the line that names the error; without a traceback, the last line.
+    """Return the line that names the error; without an error, the last line.
 
     If a traceback has several errors, the last one that is not the consequence of a peer's end.
     """
-    errors = _raised_errors(log_tail) or _last_lines(log_tail)
-    own = [error for error in errors if not _follows(error)]
-    return (own or errors or [""])[-1][:_MAX_QUOTE_LENGTH]
+    raised = [error.text for error in _raised_errors(log_tail)]
+    return _first_cause(raised, _thrown_errors(log_tail), log_tail) or _last_line(log_tail)
+
+
+def abort_line(log_tail: str) -> str:
+    """Return the error because of which a process aborted itself; empty if it names none.
+
+    A traceback counts if nothing caught its error, or if that is about the device: a script also
+    logs errors that it handles.
+    """
+    raised = [error.text for error in _raised_errors(log_tail) if _ends_process(error)]
+    return _first_cause(raised, _thrown_errors(log_tail), log_tail)
 
 
 def is_consequence(log_tail: str) -> bool:
@@ -43,10 +73,16 @@ def is_consequence(log_tail: str) -> bool:
     The first error of a traceback decides, because errors raised while it was handled follow from
     it. Without a traceback, all lines are searched.
     """
-    errors = _raised_errors(log_tail)
+    errors = [error.text for error in _raised_errors(log_tail)]
     if any(map(LOADER_WORKERS.search, errors)):
         return False
     return _follows(errors[0] if errors else log_tail)
+
+
+def raised_by_itself(log_tail: str) -> bool:
+    """Return whether an error that nothing caught, and that no peer caused, ended the rank."""
+    errors = _raised_errors(log_tail)
+    return bool(errors) and errors[0].is_uncaught and not _follows(errors[0].text)
 
 
 def names_device_error(log_tail: str) -> bool:
@@ -54,13 +90,39 @@ def names_device_error(log_tail: str) -> bool:
     return _OWN.search(log_tail) is not None
 
 
+def names_timeout(error: str) -> bool:
+    """Return whether NCCL's watchdog aborted the rank because a collective did not complete."""
+    return _TIMED_OUT in error
+
+
 def _follows(text: str) -> bool:
     return _CONSEQUENCE.search(text) is not None and _OWN.search(text) is None
 
 
-def _raised_errors(log_tail: str) -> list[str]:
+class _Raised(NamedTuple):
+    """An error of a traceback. torch starts each line of one that nothing caught with `[rank0]:`"""
+
+    text: str
+    is_uncaught: bool
+
+
+def _ends_process(error: _Raised) -> bool:
+    return error.is_uncaught or names_device_error(error.text)
+
+
+def _first_cause(raised: Sequence[str], thrown: Sequence[str], log_tail: str) -> str:
+    """Return the error that the others follow from, with the assertion if one failed on the GPU."""
+    own_raised = [error for error in raised if not _follows(error)]
+    own_thrown = [error for error in thrown if not _follows(error)]
+    error = next(chain(reversed(own_raised), own_thrown, reversed(raised), thrown), "")
+    if error.endswith(_ASSERTED) and (failed := _DEVICE_ASSERTION.search(log_tail)):
+        error = f"{error} ({failed[1].rstrip('.')})"
+    return error[:_MAX_QUOTE_LENGTH]
+
+
+def _raised_errors(log_tail: str) -> list[_Raised]:
     """Return the errors of the last traceback in the order in which they were raised."""
-    errors: list[str] = []
+    errors: list[_Raised] = []
     is_open = is_linked = False
     before = ""
     for text in log_tail.splitlines():
@@ -71,13 +133,34 @@ def _raised_errors(log_tail: str) -> list[str]:
             errors = errors if is_linked else []
             is_open, is_linked = True, False
         elif is_open and line and not line[0].isspace():
-            errors.append(_NCCL_ERROR.sub(r"\1: \2", line))
+            is_uncaught = _RANK_PREFIX.match(text) is not None
+            errors.append(_Raised(_NCCL_ERROR.sub(r"\1: \2", line), is_uncaught))
             is_open = False
         elif before == _NCCL_DETAIL and errors:
-            errors[-1] = f"{errors[-1].partition(' (run with')[0]}: {line}"
+            text = f"{errors[-1].text.partition(' (run with')[0]}: {line}"
+            errors[-1] = errors[-1]._replace(text=text)
         before = line
     return errors
 
 
-def _last_lines(log_tail: str) -> list[str]:
-    return [line.strip() for line in log_tail.splitlines() if line.strip()][-1:]
+def _thrown_errors(log_tail: str) -> list[str]:
+    """Return the C++ exceptions that ended the process, and the watchdog's reports of them."""
+    errors: list[str] = []
+    is_open = False
+    for line in log_tail.splitlines():
+        if terminated := _TERMINATED.match(line):
+            is_open = terminated[1] is not None
+            errors.append(terminated[1] or line)
+        elif is_open and (what := _WHAT.match(line)):
+            errors[-1] = _WATCHDOG.sub("", what[1], count=1) or errors[-1]
+            is_open = False
+        elif (logged := _LOGGED.match(line)) and (logged[1] == "F" or _ABORTS.search(logged[2])):
+            errors.append(_WATCHDOG.sub("", logged[2], count=1))
+    return errors
+
+
+def _last_line(log_tail: str) -> str:
+    lines = (line.strip() for line in reversed(log_tail.splitlines()))
+    return next((line for line in lines if line and not line.startswith(_CPP_FRAME)), "")[
+        :_MAX_QUOTE_LENGTH
+    ]

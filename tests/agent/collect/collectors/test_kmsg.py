@@ -9,6 +9,7 @@ import fcntl
 import gzip
 import lzma
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable
@@ -420,3 +421,80 @@ def test_the_log_stands_in_for_gpus_whose_xids_nvml_does_not_report(
         ("DCGM_FI_DEV_XID_ERRORS", 1): 0,
     }, "NVML itself counts those of GPU 2: none may be counted twice"
     assert all("Hostname=" in name and "UUID=GPU-" in name for name in found)
+
+
+FAULT = "NVRM: Xid (PCI:0000:9b:00): 43, pid={}, name=python, Ch 00000008"
+
+
+def process_xids(found: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if "process_xids" in name}
+
+
+@pytest.fixture
+def node_of_rank_11(context, device, tmp_path):
+    """A node whose rank 11 (pid 4242) has a child with pid 4300; 5151 is another process."""
+    ranks = [LocalRank(job="llm", generation=2, rank=11, local_rank=3, pid=4242)]
+    for pid, parent in ((4242, 1), (4300, 4242), (5151, 1)):
+        (tmp_path / "proc" / str(pid)).mkdir(parents=True)
+        stat = f"{pid} (python) S {parent} 1 1 0 -1"
+        (tmp_path / "proc" / str(pid) / "stat").write_text(stat)
+        (tmp_path / "proc" / str(pid) / "status").write_text(f"NSpid:\t{pid}\n")
+    (tmp_path / "proc" / "1" / "ns").mkdir(parents=True)
+    (tmp_path / "proc" / "1" / "ns" / "pid").symlink_to("pid:[4026531836]")
+    return dataclasses.replace(
+        context,
+        kmsg_path=device.path,
+        procfs_root=tmp_path / "proc",
+        local_ranks=lambda: list(ranks),
+    )
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize(
+    ("pid", "labels", "whose"),
+    [
+        ("4242", ",owner=llm/11", "[rank 11 of llm]"),
+        ("4300", ",owner=llm/11", "[rank 11 of llm]"),
+        ("5151", "", "[another process]"),
+        ("'<unknown>'", None, ""),
+    ],
+)
+def test_an_xid_is_attributed_to_its_process(
+    node_of_rank_11, device, series, tmp_path, pid, labels, whose, is_gone
+):
+    collector = ClockedKmsg(node_of_rank_11)
+    collector.collect(NOW_NS)
+    if is_gone and pid.isdecimal():
+        shutil.rmtree(tmp_path / "proc" / pid)
+    device.write(FAULT.format(pid))
+    collected = collector.collect(NOW_NS)
+    name = "paceline_kernel_process_xids_total{code=43,device=0000:9b:00.0"
+    expected = {} if labels is None else {f"{name}{labels}}}": 1.0}
+    assert process_xids(series(collected)) == expected
+    assert collected.events[0].detail.endswith(whose)
+    collector.close()
+
+
+def test_in_a_pid_namespace_no_xid_is_known_to_be_of_another_process(
+    node_of_rank_11, device, series, tmp_path
+):
+    link = tmp_path / "proc" / "1" / "ns" / "pid"
+    link.unlink()
+    link.symlink_to("pid:[4026532500]")
+    collector = ClockedKmsg(node_of_rank_11)
+    collector.collect(NOW_NS)
+    device.write(FAULT.format("5151"))
+    assert process_xids(series(collector.collect(NOW_NS))) == {}
+    collector.close()
+
+
+def test_an_xid_of_a_rank_is_reported_although_another_process_had_the_same(
+    node_of_rank_11, device
+):
+    collector = ClockedKmsg(node_of_rank_11)
+    collector.collect(NOW_NS)
+    device.write(FAULT.format("5151"))
+    device.write(FAULT.format("4242"))
+    details = [event.detail for event in collector.collect(NOW_NS).events]
+    assert ["another process" in detail for detail in details] == [True, False]
+    collector.close()

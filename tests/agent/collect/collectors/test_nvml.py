@@ -415,6 +415,72 @@ async def test_processes_are_joined_to_ranks(context, gpus, series, write):
 FAMILY = {100: 1, 101: 100, 102: 101, 200: 1}  # by pid: its parent
 
 
+def ranks_on_one_gpu() -> list[LocalRank]:
+    return [
+        LocalRank(job=job, generation=1, rank=rank, local_rank=0, pid=pid)
+        for job, rank, pid in (("llm", 0, 100), ("llm", 1, 200), ("other", 0, 300))
+    ]
+
+
+async def of_ranks(lane, series, second: int) -> dict[tuple[str, str, str], float]:
+    """Return the metrics of ranks of the sweep: (short name, job, rank) -> value."""
+    found = series(await lane.collect(second * SECOND_NS))
+    names = ("other_processes", "others_utilization_ratio", "utilization_ratio")
+    return {
+        (name, labels["job"], labels["rank"]): value
+        for name in names
+        for labels, value in with_labels(found, f"paceline_rank_gpu_{name}")
+    }
+
+
+async def test_other_processes_on_the_gpu_of_a_rank_are_those_of_no_rank_of_its_job(
+    context, gpus, series
+):
+    """700 has most of its memory on the other GPU; 400 belongs to no rank."""
+    lane = ProcessLane(NvmlCollector, dataclasses.replace(context, local_ranks=ranks_on_one_gpu))
+    gpus.set_processes(0, {100: 5 << 30, 200: 5 << 30, 400: 1 << 30, 700: 1 << 29})
+    gpus.set_processes(1, {300: 5 << 30, 700: 9 << 30})
+    gpus.set_utilization(0, {100: 30, 200: 20, 400: 45})
+    await of_ranks(lane, series, 1)
+    found = await of_ranks(lane, series, 2)
+    assert found == {
+        ("other_processes", "llm", "0"): 1,
+        ("other_processes", "llm", "1"): 1,
+        ("other_processes", "other", "0"): 1,
+        ("others_utilization_ratio", "llm", "0"): 0.45,
+        ("others_utilization_ratio", "llm", "1"): 0.45,
+        ("others_utilization_ratio", "other", "0"): 0.0,
+        ("utilization_ratio", "llm", "0"): 0.3,
+        ("utilization_ratio", "llm", "1"): 0.2,
+        ("utilization_ratio", "other", "0"): 0.0,
+    }
+    gpus.set_utilization(0, {})
+    later = await of_ranks(lane, series, 3)
+    assert later["utilization_ratio", "llm", "0"] == 0, "read each second, also if nothing computes"
+    await lane.close()
+
+
+async def test_a_rank_alone_on_its_gpu_has_no_other_processes(context, gpus, series):
+    lane = ProcessLane(NvmlCollector, dataclasses.replace(context, local_ranks=ranks_on_one_gpu))
+    gpus.set_processes(0, {100: 5 << 30})
+    gpus.set_utilization(0, {100: 90})
+    await of_ranks(lane, series, 1)
+    assert await of_ranks(lane, series, 2) == {("other_processes", "llm", "0"): 0}
+    await lane.close()
+
+
+async def test_processes_on_a_gpu_that_reports_no_utilization_are_counted(context, gpus, series):
+    lane = ProcessLane(NvmlCollector, dataclasses.replace(context, local_ranks=ranks_on_one_gpu))
+    gpus.set(0, unsupported=["process_utilization"])
+    gpus.set_processes(0, {100: 5 << 30, 300: 5 << 30})
+    await of_ranks(lane, series, 1)
+    assert await of_ranks(lane, series, 2) == {
+        ("other_processes", "llm", "0"): 1,
+        ("other_processes", "other", "0"): 1,
+    }
+    await lane.close()
+
+
 async def test_the_gpu_of_a_rank_is_where_it_has_most_memory(context, gpus, write):
     """This holds in a container with its own pids too.
 

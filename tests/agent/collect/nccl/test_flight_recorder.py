@@ -198,3 +198,28 @@ def test_an_agent_sends_the_dumps_of_its_ranks(
     assert by_rank[7].error == "rank 7 has no process on this node"
     assert not server.events(CommandResult)[-1].ok
     assert max(sum(isinstance(one, RankDump) for one in b.events) for b in server.batches) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "hint"),
+    [
+        ({}, "set TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 for older releases"),
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, "set TORCH_FR_BUFFER_SIZE=2000 ("),
+        ({"TORCH_FR_BUFFER_SIZE": "2000"}, "set TORCH_NCCL_DEBUG_INFO_PIPE_FILE="),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}, "set TORCH_NCCL_DEBUG_INFO_PIPE_FILE="),
+    ],
+)
+async def test_only_what_is_missing_is_to_be_set(tmp_path, environment, hint):
+    """torch 2.11 had TORCH_FR_BUFFER_SIZE, and the report asked for the older variable."""
+    with pytest.raises(DumpError) as raised:
+        await take(process(tmp_path, **environment), 0)
+    assert str(raised.value).startswith(f"its environment offers none: {hint}")
+
+
+async def test_a_recorder_that_was_set_up_and_is_off_needs_no_variable(tmp_path):
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(tmp_path / "fr_"),
+    }
+    with pytest.raises(DumpError, match=r"is the Flight Recorder on\?\)$"):
+        await take(process(tmp_path, **settings), 0)

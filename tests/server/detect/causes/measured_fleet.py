@@ -73,6 +73,7 @@ METRICS: tuple[Metric, ...] = (
     counter("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "gpu", 1, 0.01, begins=2000),
     counter("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL", "gpu", 1, begins=9),
     Metric("paceline_rank_numa_misbound", "rank", 10, 0),
+    Metric("paceline_rank_gpu_other_processes", "rank", 1, 0),
     counter(
         "paceline_rank_process_run_queue_wait_seconds_total", "rank", 2, 0.005, noise=0.004
     ),

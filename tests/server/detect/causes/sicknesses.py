@@ -184,6 +184,10 @@ SICKNESSES: tuple[Sickness, ...] = (
         "NVLink errors", "straggler", level("paceline_gpu_nvlink_active_links", GPU, 12.0, 17.0)
     ),
     Sickness("NUMA misbinding", "straggler", level("paceline_rank_numa_misbound", RANK, 1.0), 25),
+    Sickness(
+        "other processes on the GPU", "straggler",
+        level("paceline_rank_gpu_other_processes", RANK, 1.0, 6.0),
+    ),
     Sickness("CPU contention", "straggler", contention),
     Sickness("CPU contention", "host_noise", contention),
     Sickness("memory pressure", "straggler", starved),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from measured_fleet import SECOND_NS, START_NS, Fleet
+from measured_fleet import JOB, SECOND_NS, START_NS, Fleet
 
 from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.checks.kernel_log import EVENTS, KERNEL_LOG_CAUSES, MESSAGES
 from paceline_wire.batch import Sample
 
 NODE = "node-1"  # node of ranks 2 and 3, which compute on its gpu0 and gpu1
+PROCESS_XIDS = "paceline_kernel_process_xids_total"
 ONSET = 60.0
 
 
@@ -152,3 +153,42 @@ def test_a_known_cause_lists_nothing_as_not_measured():
     written(nodes, "xid", "79", "gpu0")
     found = nodes.diagnose(kind="hang", slowdown=None)
     assert not [each for each in found.counter_evidence if "not measured" in each.text]
+
+
+def of_process(fleet: Fleet, code: str, job: str | None = None, rank: int | None = None) -> None:
+    """Add an XID of gpu0 that names a process: a rank's, or one that is no rank."""
+    written(fleet, "xid", code, "gpu0")
+    owner = {} if job is None else {"owner": f"{job}/{rank}"}
+    for second in range(8):
+        time_ns = START_NS + round((ONSET + 0.5 + second) * SECOND_NS)
+        labels = {"code": code, "device": "gpu0", **owner}
+        fleet.telemetry.add(NODE, Sample(PROCESS_XIDS, labels, 1.0, time_ns))
+        nvml = {"gpu": "0", "xid": code}
+        fleet.telemetry.add(NODE, Sample("DCGM_EXP_XID_ERRORS_COUNT", nvml, 1.0, time_ns))
+
+
+@pytest.mark.parametrize("owner", [(None, None), ("another-job", 2), (JOB, 3)])
+@pytest.mark.parametrize("code", ["13", "31", "43", "45"])
+def test_an_xid_of_another_processs_kernels_explains_nothing(code, owner):
+    """Six jobs shared an H200; the XID 43 of one was evidence for the hangs of two others."""
+    nodes = fleet(seed=8)
+    of_process(nodes, code, *owner)
+    found = nodes.diagnose(2, kind="hang", slowdown=None)
+    assert found.cause == UNKNOWN
+    assert not [line for line in found.evidence if "XID" in line.text]
+
+
+def test_an_xid_of_the_rank_itself_and_one_of_no_known_process_explain_its_hang():
+    for owner in ((JOB, 2), None):
+        nodes = fleet(seed=8)
+        if owner is None:
+            written(nodes, "xid", "43", "gpu0")
+        else:
+            of_process(nodes, "43", *owner)
+        assert nodes.diagnose(2, kind="hang", slowdown=None).cause == "GPU error (XID)"
+
+
+def test_a_fault_of_the_gpu_explains_the_hang_of_every_process_on_it():
+    nodes = fleet(seed=8)
+    of_process(nodes, "94", None)
+    assert nodes.diagnose(2, kind="hang", slowdown=None).cause == "GPU error (XID)"

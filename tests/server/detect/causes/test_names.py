@@ -118,6 +118,7 @@ def context(tmp_path: Path) -> Context:
         for sequence, message in enumerate(
             (
                 "NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+                "NVRM: Xid (PCI:0000:1a:00): 31, pid=77, name=python, Ch 00000008",
                 "Out of memory: Killed process 77 (py) total-vm:1kB, anon-rss:1kB",
             )
         )
@@ -167,6 +168,8 @@ async def nvml_samples(context: Context, tmp_path: Path) -> list[Sample]:
     except CompilerMissing as missing:
         pytest.skip(str(missing))
     gpus = FakeGpus.create(tmp_path / "gpus", 1)
+    gpus.set_processes(0, {77: 5 << 30, 78: 1 << 30})  # the rank and another process
+    gpus.set_utilization(0, {77: 60, 78: 30})
     with pytest.MonkeyPatch.context() as patched:
         for name, value in environment(library, gpus.path).items():
             patched.setenv(name, value)

@@ -16,8 +16,9 @@ from paceline_wire import metric_names
 XIDS = metric_names.GPU_XID_ERRORS_COUNT
 LOST = metric_names.GPU_LOST
 XID_INFO = metric_names.KERNEL_XID_INFO
-# NVIDIA's XID catalog: XIDs caused by the program's own kernels or by a process that died.
-_PROGRAM_XIDS = frozenset({"13", "31", "43", "45"})
+# NVIDIA's XID catalog: XIDs caused by the program's own kernels or by a process that died. Those of
+# another process on the GPU explain nothing.
+PROGRAM_XIDS = frozenset({"13", "31", "43", "45"})
 _MEANINGS = {
     "13": "graphics engine exception",
     "31": "memory page fault",
@@ -75,11 +76,13 @@ def _weigh_xids(suspect: Suspect, gpu: MeasuredDevice) -> WeighedEvidence | None
     telemetry = suspect.observation.telemetry
     by_xid: dict[str, list[WeighedEvidence]] = {}
     nvml = telemetry.find(gpu.node, LOST, **gpu.labels)
-    is_watched = kernel_log.is_read(telemetry, gpu.node, suspect.onset_ns)
-    if is_watched:
+    is_watched = is_logged = kernel_log.is_read(telemetry, gpu.node, suspect.onset_ns)
+    if is_logged:
         labels_of_gpu = {"kind": "xid", "device": f"gpu{gpu.labels['gpu']}"}
         for labels, series in telemetry.all_of(gpu.node, kernel_log.EVENTS, **labels_of_gpu):
             points = kernel_log.from_zero(telemetry, gpu.node, series).points
+            if labels["code"] in PROGRAM_XIDS:
+                points = _without_other_processes(suspect, gpu, labels["code"], points)
             by_xid[labels["code"]] = [
                 _weigh_xid(suspect, gpu, labels["code"], start, end)
                 for start, end in _occurrences(points, math.inf)
@@ -88,7 +91,8 @@ def _weigh_xids(suspect: Suspect, gpu: MeasuredDevice) -> WeighedEvidence | None
         is_watched = True
         watched_from_ns = nvml.points[0][0]
         for labels, series in telemetry.all_of(gpu.node, XIDS, **gpu.labels):
-            if labels["xid"] not in by_xid:
+            is_in_log = by_xid.keys() | (PROGRAM_XIDS if is_logged else set())
+            if labels["xid"] not in is_in_log:
                 occurrences = _occurrences(series.points, watched_from_ns)
                 by_xid[labels["xid"]] = [
                     _weigh_xid(suspect, gpu, labels["xid"], start, end)
@@ -101,6 +105,28 @@ def _weigh_xids(suspect: Suspect, gpu: MeasuredDevice) -> WeighedEvidence | None
     return (
         WeighedEvidence(GPU_XID, weighing.strength_weight(0.0), (no_xid,)) if is_watched else None
     )
+
+
+def _without_other_processes(
+    suspect: Suspect, gpu: MeasuredDevice, code: str, points: list[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Return the counts less those of XIDs that name a process that is not the suspect's."""
+    own = {f"{suspect.generation.job}/{rank}" for rank in suspect.ranks}
+    labels_of_gpu = {"code": code, "device": f"gpu{gpu.labels['gpu']}"}
+    others = [
+        series.points
+        for labels, series in suspect.observation.telemetry.all_of(
+            gpu.node, metric_names.KERNEL_PROCESS_XIDS_TOTAL, **labels_of_gpu
+        )
+        if labels.get("owner") not in own
+    ]
+    return [
+        (at_ns, count - sum(_value_at(other, at_ns) for other in others)) for at_ns, count in points
+    ]
+
+
+def _value_at(points: list[tuple[float, float]], at_ns: float) -> float:
+    return max((value for time_ns, value in points if time_ns <= at_ns), default=0.0)
 
 
 def _occurrences(
@@ -132,7 +158,7 @@ def _weigh_xid(
         if start_ns <= suspect.onset_ns <= end_ns
         else min((start_ns - suspect.onset_ns, end_ns - suspect.onset_ns), key=abs) / 1e9
     )
-    weight = weighing.strength_weight(4.0 if xid not in _PROGRAM_XIDS else 2.0)
+    weight = weighing.strength_weight(4.0 if xid not in PROGRAM_XIDS else 2.0)
     weight += weighing.time_weight(abs(distance_seconds), suspect.tolerance_seconds)
     meaning = _meaning(suspect, device.node, xid)
     explained = f" ({meaning})" if meaning else ""

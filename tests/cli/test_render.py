@@ -1,0 +1,23 @@
+"""Texts of the command line."""
+
+import pytest
+
+from paceline_cli import render
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1023, "1,020 B"),
+        (1024, "1 KiB"),
+        (1_044_484, "1,020 KiB"),
+        (1_023_500, "1,000 KiB"),
+        (809 << 20, "809 MiB"),
+        (54 << 30, "54 GiB"),
+        (5000 << 40, "5,000 TiB"),
+    ],
+)
+def test_sizes_have_three_digits_and_no_exponent(value, text):
+    assert render.size(value) == text

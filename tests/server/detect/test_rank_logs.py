@@ -1,0 +1,153 @@
+"""The error in the last lines of a rank's log; the texts were recorded on an H200, torch 2.11."""
+
+import pytest
+from simulated_job import SimulatedJob
+
+from paceline_server.detect.finding import Finding
+from paceline_server.detect.rank_exit.raised_error import error_line
+
+KERNEL = "/pytorch/aten/src/ATen/native/cuda/ScatterGatherKernel.cu:409: operator(): block: [0,0,0]"
+ASSERTION = 'Assertion `idx_dim >= 0 && idx_dim < index_size && "index out of bounds"` failed.'
+ASSERTED = "CUDA error: device-side assert triggered"
+HINTS = """Search for `cudaErrorAssert' in https://docs.nvidia.com/cuda/cuda-runtime-api/ for more.
+CUDA kernel errors might be asynchronously reported at some other API call.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+Exception raised from query at /pytorch/c10/cuda/CUDAEvent.h:111 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f3d1677305d in libc10.so)
+frame #4: <unknown function> + 0x129ecc (0x7f3d17929ecc in /lib/x86_64-linux-gnu/libc.so.6)
+"""
+TRACEBACK = f"""[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/user/fault.py", line 31, in <module>
+[rank0]:     print(step, loss.item(), flush=True)
+[rank0]:                 ^^^^^^^^^^^
+[rank0]: torch.AcceleratorError: {ASSERTED}
+[rank0]: Search for `cudaErrorAssert' in https://docs.nvidia.com/cuda/ for more information.
+
+"""
+WHO = "[PG ID 0 PG GUID 0(default_pg) Rank 0]"
+DIED = f"{WHO} Process group watchdog thread terminated with exception"
+LOGGED = "[rank0]:[E1126 06:39:34.181883415 ProcessGroupNCCL.cpp:"
+NO_EXCEPTION = "terminate called without an active exception"
+THROWN = "terminate called after throwing an instance of"
+
+
+def abort(error: str) -> str:
+    announced = f"{LOGGED}2119] {DIED}: {error}\n{HINTS}"
+    return f"{announced}\n{THROWN} 'c10::DistBackendError'\n  what():  {DIED}: {error}\n{HINTS}"
+
+
+WORK = "WorkNCCL(SeqNum=305, OpType=ALLREDUCE, NumelIn=262656, NumelOut=262656, Timeout(ms)=20000)"
+TIMEOUT = f"Watchdog caught collective operation timeout: {WORK} ran for 20056 milliseconds"
+WATCHDOG = f"""149 6.734685698006615e-09
+{LOGGED}689] [Rank 0] {TIMEOUT} before timing out.
+{LOGGED}2303] {WHO}  failure detected by watchdog at work sequence
+"""
+GLOO = "[/pytorch/third_party/gloo/transport/tcp/pair.cc:534] Connection {how} [10.0.0.3]:41337"
+CLOSED, RESET = GLOO.format(how="closed by peer"), GLOO.format(how="reset by peer")
+
+
+def gloo_abort(error: str) -> str:
+    return f"149 6.73e-09\n{THROWN} 'gloo::IoException'\n  what():  {error}\n"
+
+
+@pytest.fixture
+def job() -> SimulatedJob:
+    job = SimulatedJob(seed=1)
+    job.advance(8)
+    return job
+
+
+def all_nodes_report(job: SimulatedJob) -> list[Finding]:
+    found = []
+    for _ in range(12):
+        job.now_ns += 200_000_000
+        for node in job.nodes:
+            job.engine.feed(job.batch(node), job.now_ns)
+        found += job.tick(job.now_ns).findings
+    return found
+
+
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [(TRACEBACK, f"torch.AcceleratorError: {ASSERTED}"), ("", ASSERTED)],
+)
+def test_an_abort_names_the_error_of_the_device_and_its_assertion(job, raised, error):
+    asserted = f"{KERNEL}, thread: [0,0,0] {ASSERTION}\n"
+    job.exit(5, signal=6, log_tail=f"149 6.8e-09\n{asserted}{raised}{abort(ASSERTED)}")
+    job.now_ns += 10**8
+    [found] = job.tick(job.now_ns).findings
+    assert found.cause == f"killed by SIGABRT: {error} ({ASSERTION[:-1]})"
+    assert found.summary == f"Rank 5 (node-2) was {found.cause}."
+    texts = [one.text for one in found.evidence]
+    assert texts[0].endswith("of rank 5 (node-2): killed by SIGABRT")
+    assert texts[1] == f"its log: {error} ({ASSERTION[:-1]})"
+
+
+def test_an_abort_after_a_timeout_of_the_watchdog_names_the_collective_that_timed_out(job):
+    job.exit(5, signal=6, log_tail=f"{WATCHDOG}{abort(f'[Rank 0] {TIMEOUT} before timing out.')}")
+    [found] = all_nodes_report(job)
+    assert found.cause == f"killed by SIGABRT: {TIMEOUT} before timing out."
+
+
+def test_ranks_whose_collective_timed_out_lost_no_connection(job):
+    for rank in (4, 5, 6):
+        job.exit(rank, signal=6, log_tail=f"{WATCHDOG}{abort(f'[Rank 0] {TIMEOUT}')}")
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.ranks) == (None, [4, 5, 6])
+    assert found.summary.startswith("A collective timed out before any rank ended. Rank 4 ")
+
+
+def test_a_rank_that_aborts_after_a_timeout_is_a_victim_of_the_one_with_the_device_error(job):
+    job.exit(4, signal=6, log_tail=f"{WATCHDOG}{abort(TIMEOUT)}")
+    job.exit(6, signal=6, log_tail=abort(ASSERTED), at_ns=job.now_ns + 10**9)
+    assert [found.rank for found in all_nodes_report(job)] == [6]
+
+
+@pytest.mark.parametrize("error", [CLOSED, RESET])
+def test_an_abort_of_gloo_names_the_connection_and_stays_a_consequence(job, error):
+    job.exit(4, signal=6, log_tail=gloo_abort(error))
+    job.exit(6, signal=9, at_ns=job.now_ns + 10**9)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.cause) == (6, "killed by SIGKILL")
+
+
+def test_connections_that_broke_without_a_cause_are_quoted(job):
+    job.exit(4, signal=6, log_tail=gloo_abort(CLOSED))
+    [found] = all_nodes_report(job)
+    assert found.cause == f"killed by SIGABRT: {CLOSED}"
+
+
+def test_aborts_of_all_ranks_for_different_reasons_name_none_of_them(job):
+    for rank in job.ranks:
+        job.exit(rank, signal=6, log_tail=gloo_abort(CLOSED if rank < 4 else RESET))
+    [found] = all_nodes_report(job)
+    assert found.cause == "killed by SIGABRT"
+
+
+def test_an_error_that_ended_the_script_is_the_cause_of_an_abort_at_its_exit(job):
+    raised = TRACEBACK.replace(f"torch.AcceleratorError: {ASSERTED}", "ValueError: bad batch")
+    job.exit(4, signal=6, log_tail=gloo_abort(CLOSED))
+    job.exit(6, signal=6, log_tail=f"{raised}{gloo_abort(CLOSED)}", at_ns=job.now_ns + 10**9)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.cause) == (6, "killed by SIGABRT: ValueError: bad batch")
+
+
+def test_an_error_that_the_script_handled_is_not_the_cause_of_an_abort(job):
+    handled = TRACEBACK.replace("[rank0]: ", "").replace(f"torch.AcceleratorError: {ASSERTED}", "x")
+    job.exit(4, signal=6, log_tail=f"{handled}{gloo_abort(CLOSED)}")
+    [found] = all_nodes_report(job)
+    assert found.cause == f"killed by SIGABRT: {CLOSED}"
+
+
+@pytest.mark.parametrize(
+    ("log_tail", "line"),
+    [
+        (f"step 3\n{NO_EXCEPTION}\n", NO_EXCEPTION),
+        (f"{THROWN} 'std::bad_alloc'\n", "std::bad_alloc"),
+        (f"step 3\n{HINTS.splitlines()[-1]}", "step 3"),
+        ("", ""),
+    ],
+)
+def test_without_an_error_the_last_line_that_is_no_frame_is_quoted(log_tail, line):
+    assert error_line(log_tail) == line
