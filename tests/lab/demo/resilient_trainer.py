@@ -4,8 +4,9 @@
 
 Each rank appends a line per step to DIRECTORY/rankN (step, loss, batch), and one per entry of the
 function to DIRECTORY/entriesN (generation, pid, where the state is from). At the end it writes the
-digest of its model and optimizer to DIRECTORY/finalN. Gradients are summed one by one: DDP reduces
-the first step of a model in other buckets.
+digest of its model and optimizer to DIRECTORY/finalN. While DIRECTORY/slow-NODE exists, ranks of
+that node are slow. Gradients are summed one by one: DDP reduces the first step of a model in other
+buckets.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def train() -> None:
     data = TensorDataset(torch.randn(STEPS * BATCH * size, WIDTH, generator=generator))
     sampler: DistributedSampler[Tensor] = DistributedSampler(data, num_replicas=size, rank=rank)
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    slow = DIRECTORY / f"slow-{Path(os.environ['PACELINE_NODE_DIRECTORY']).name}"
     state = paceline.Checkpoints(
         DIRECTORY / "checkpoints", every=20, model=model, optimizer=optimizer, loader=loader
     )
@@ -66,7 +68,7 @@ def train() -> None:
         optimizer.step()
         optimizer.zero_grad()
         append("rank", f"{state.step} {loss.item().hex()} {digest([x])[:12]}")
-        time.sleep(0.02)  # so that there are moments to kill a rank at
+        time.sleep(0.2 if slow.exists() else 0.02)  # so that there are moments to kill a rank at
     state.wait()
     moments = [values["exp_avg"] for values in optimizer.state.values()]
     (DIRECTORY / f"final{rank}").write_text(digest([*model.parameters(), *moments]))
