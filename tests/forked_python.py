@@ -85,16 +85,21 @@ class ForkedPython:
         return answer
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+        if self.returncode is None and self._has_ended(0):
             self.returncode = int(self._answer())
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
+        if self.returncode is None and not self._has_ended(timeout):
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         returncode = self.poll()
         assert returncode is not None
         return returncode
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        poll = select.poll()  # not select.select: a pytest worker may have 1024 descriptors
+        poll.register(self._status, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else timeout * 1000))
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
