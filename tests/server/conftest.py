@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from paceline_server.connections import ConnectionLimits
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_wire.local_token import read_token, token_path
+from tests.forked_python import SERVER, ForkedPython
 
 
 @pytest.fixture(scope="session")
@@ -166,19 +166,17 @@ def server(run_server: Callable[..., RunningServer]) -> RunningServer:
 
 
 class ServerProcess:
-    """A server process: `python -m paceline_server server` with its output in a file."""
+    """A server process: `python -m paceline_server server`, forked, with its output in a file."""
 
     def __init__(self, database_url: str, log: Path, *arguments: str, **environment: str) -> None:
         self.log = log
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "paceline_server", "server"),
-                    *("--database-url", database_url, *arguments),
-                ],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+            self.process = ForkedPython(
+                ["-m", "paceline_server", "server", "--database-url", database_url, *arguments],
+                {**os.environ, **environment},
+                modules=SERVER,
+                stdout=output.fileno(),
+                stderr=output.fileno(),
             )
 
     def wait_until_up(self) -> str:
@@ -199,8 +197,7 @@ class ServerProcess:
         self.process.send_signal(number)
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait(60)
 
 

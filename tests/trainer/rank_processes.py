@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 
 
@@ -25,9 +24,9 @@ def run_ranks(
     """
     port = free_port()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
-            env=os.environ
+        ForkedPython(
+            arguments,
+            os.environ
             | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
@@ -37,8 +36,6 @@ def run_ranks(
                 "PACELINE_JOB": "local",
             }
             | variables,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(world_size)
     ]
@@ -49,4 +46,3 @@ def run_ranks(
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()

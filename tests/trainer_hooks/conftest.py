@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from paceline.recorder import Recorder
 from paceline_wire.ring import Identity, RingReader, create
 from paceline_wire.spans import Span, unpack
 from paceline_wire.topology import Coordinates, Topology
+from tests import forked_python
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
@@ -52,13 +53,7 @@ def script(tmp_path: Path) -> Script:
     def run(source: str, ring: Path | None = tmp_path) -> subprocess.CompletedProcess[str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         environment |= {"PACELINE_RING_DIRECTORY": str(ring or ""), "PACELINE_JOB": "local"}
-        return subprocess.run(
-            [sys.executable, "-c", source],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
+        return forked_python.run(["-c", source], environment)
 
     return run
 
@@ -68,9 +63,9 @@ def rings_of_two_ranks(script: str, directory: Path, pure: str = "") -> Iterator
     """Run a script of this folder as two gloo ranks; yield their rings."""
     port = free_port()
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / script)],
-            env={
+        ForkedPython(
+            [HERE / script],
+            {
                 **os.environ,
                 "PACELINE_RING_DIRECTORY": str(directory),
                 "PACELINE_JOB": "local",
@@ -79,10 +74,7 @@ def rings_of_two_ranks(script: str, directory: Path, pure: str = "") -> Iterator
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
             },
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
@@ -92,9 +84,7 @@ def rings_of_two_ranks(script: str, directory: Path, pure: str = "") -> Iterator
             assert process.returncode == 0, errors
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+            process.kill()
     readers = [RingReader(directory / f"local.g0.r{rank}.ring") for rank in range(2)]
     yield readers
     for reader in readers:
@@ -173,12 +163,9 @@ def run_scenarios(script: str, directory: Path, *names: str) -> str:
     With `names` only these, of a script that takes them. Returns what it printed.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / script), str(directory), *names],
-        env={**environment, "PACELINE_RING_DIRECTORY": str(directory), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
+    finished = forked_python.run(
+        ["-W", "error", HERE / script, directory, *names],
+        {**environment, "PACELINE_RING_DIRECTORY": str(directory)},
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout

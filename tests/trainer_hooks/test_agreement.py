@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from paceline.agreement import Agreement, Request
 from paceline_wire.ring import AckStatus, Control, ControlKind
+from tests.forked_python import ForkedPython
 
 PROGRAM = Path(__file__).with_name("agreeing_rank.py")
 SEEN, DONE, FAILED = AckStatus.SEEN, AckStatus.DONE, AckStatus.FAILED
@@ -210,27 +210,24 @@ def test_a_loop_that_begins_again_acts_with_the_others(job: Callable[..., Job]) 
 
 
 @pytest.fixture
-def process() -> Iterator[Callable[[Job, int, int], subprocess.Popen[str]]]:
+def process() -> Iterator[Callable[[Job, int, int], ForkedPython]]:
     """Start a rank in a process of its own."""
-    made: list[subprocess.Popen[str]] = []
+    made: list[ForkedPython] = []
 
-    def start(job: Job, rank: int, size: int) -> subprocess.Popen[str]:
-        command = [sys.executable, PROGRAM, job.store.port, rank, size]
-        made.append(subprocess.Popen(map(str, command), stdout=subprocess.PIPE, text=True))
-        assert made[-1].stdout is not None
-        assert made[-1].stdout.readline() == "trains\n"
+    def start(job: Job, rank: int, size: int) -> ForkedPython:
+        made.append(ForkedPython([PROGRAM, job.store.port, rank, size], os.environ))
+        wait_until(lambda: made[-1].output() == "trains\n")
         return made[-1]
 
     yield start
     for each in made:
         each.kill()
-        each.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_while_agreeing_blocks_no_other(
     job: Callable[..., Job],
-    process: Callable[[Job, int, int], subprocess.Popen[str]],
+    process: Callable[[Job, int, int], ForkedPython],
     number: signal.Signals,
 ) -> None:
     ranks = job(3, others=1, dead_seconds=6.0)  # the other rank polls the store once a second
@@ -247,7 +244,7 @@ def test_a_rank_that_dies_while_agreeing_blocks_no_other(
         ranks.command(Control(8, BOTH, 6))
         wait_until(lambda: all(rank.stopped_at for rank in ranks.ranks))
         output, _ = dying.communicate(timeout=60)
-        assert output == f"stopped at {ranks.ranks[0].stopped_at}\n"
+        assert output == f"trains\nstopped at {ranks.ranks[0].stopped_at}\n"
         assert ranks.ranks[0].stopped_at == ranks.ranks[1].stopped_at
 
 

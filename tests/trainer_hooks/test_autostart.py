@@ -13,6 +13,7 @@ import pytest
 import paceline_autostart
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
+from tests import forked_python
 from tests.ports import free_port
 
 # Two ranks of a training that does not know of Paceline, with all kinds of helper processes.
@@ -37,28 +38,37 @@ METHOD = sys.argv[1]
 if __name__ == "__main__":
     main()
 """
-SINGLE = """
+CREATE = """
 import os, torch
 parameter = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([parameter])
-assert "paceline" not in __import__("sys").modules
+"""
+STEPS = """
 for _ in range(2):
     parameter.sum().backward()
     optimizer.step()
 """
+SINGLE = CREATE + 'assert "paceline" not in __import__("sys").modules' + STEPS
 
 
-def run(
-    *command: str, ring: Path | None, value: str = "1", **settings: str
-) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
-    environment |= {"PACELINE": value, "PACELINE_RING_DIRECTORY": str(ring or "")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | settings
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+def environment(ring: Path | None, **settings: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
+    own = {"PACELINE": "1", "PACELINE_RING_DIRECTORY": str(ring or "")}
+    return inherited | own | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | settings
+
+
+def run(*command: str, ring: Path | None, **settings: str) -> subprocess.CompletedProcess[str]:
+    variables = environment(ring, **settings)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150)
 
 
 def python(source: str, ring: Path | None, **settings: str) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-c", source, ring=ring, **{"PACELINE_JOB": "job"} | settings)
+
+
+def forked(source: str, ring: Path | None) -> subprocess.CompletedProcess[str]:
+    """Run a script right after the end of its `import torch`, for what does not depend on that."""
+    return forked_python.run(["-c", source], environment(ring, PACELINE_JOB="job"))
 
 
 def rings(directory: Path) -> list[str]:
@@ -172,7 +182,7 @@ def test_nothing_is_started_unless_the_variable_asks(
 
 def test_without_an_agent_that_is_logged_once_and_nothing_else(tmp_path: Path) -> None:
     logging = "import logging; logging.basicConfig(level=20, format='%(levelname)s %(message)s')\n"
-    finished = python(logging + SINGLE, None)
+    finished = forked(logging + CREATE + STEPS, None)
     assert finished.returncode == 0
     assert finished.stderr == "INFO paceline is inert: no agent found on this node\n"
 
@@ -185,7 +195,7 @@ def test_an_error_of_paceline_neither_fails_the_import_of_torch_nor_the_training
         (tmp_path / "paceline.py").write_text("raise OSError('unreadable')")
         finished = python(SINGLE, tmp_path / "none", PYTHONPATH=str(tmp_path))
     else:
-        finished = python(SINGLE, tmp_path / "none")
+        finished = forked(CREATE + STEPS, tmp_path / "none")
     assert finished.returncode == 0, finished.stderr
     assert len(finished.stderr.splitlines()) == 1
 
@@ -210,8 +220,10 @@ for _ in paceline.steps(range(2)):
 del mesh  # keeps gloo's threads alive, which abort now and then when the interpreter ends
 dist.destroy_process_group()
 """
-    first = "import paceline\n" if imports == "before" else ""
-    finished = python(first + DISTRIBUTED + own, tmp_path)
+    if imports == "before":
+        finished = python("import paceline\n" + DISTRIBUTED + own, tmp_path)
+    else:
+        finished = forked(DISTRIBUTED + own, tmp_path)
     assert finished.returncode == 0
     assert finished.stderr == "paceline.init() was called again; the first call stands\n"
     reader = RingReader(tmp_path / "job.g0.r0.ring")
@@ -220,7 +232,7 @@ dist.destroy_process_group()
 
 
 def test_a_plain_init_of_the_script_changes_nothing(tmp_path: Path) -> None:
-    finished = python(
+    finished = forked(
         DISTRIBUTED + "import paceline; paceline.init(); dist.destroy_process_group()", tmp_path
     )
     assert (finished.returncode, finished.stderr) == (0, "")
@@ -235,14 +247,14 @@ init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """
-    finished = python(DISTRIBUTED + again, tmp_path)
+    finished = forked(DISTRIBUTED + again, tmp_path)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert operations(tmp_path / "job.g0.r0.ring").count(Op.ALL_REDUCE) == 2
 
 
 def test_compiled_code_is_compiled_as_before(tmp_path: Path) -> None:
     """The start of the hooks adds no graph break to those that torch's optimizer has itself."""
-    finished = python(
+    finished = forked(
         """
 import torch
 parameter = torch.nn.Parameter(torch.ones(1))

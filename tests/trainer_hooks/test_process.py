@@ -14,6 +14,7 @@ import pytest
 
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
+from tests import forked_python
 
 RING = "local.g0.r0.ring"
 LOOP = """
@@ -34,10 +35,15 @@ print("trained", trained)
 """
 
 
-def run(source: str, ring: Path | None, **settings: str) -> subprocess.CompletedProcess[str]:
+def run(
+    source: str, ring: Path | None, has_torch: bool = False, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script; with `has_torch`, in a process that has imported torch already."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     environment |= {"PACELINE_RING_DIRECTORY": str(ring or ""), "PACELINE_JOB": "local"}
     environment |= settings
+    if has_torch:
+        return forked_python.run(["-c", source], environment)
     return subprocess.run(
         [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=150
     )
@@ -255,6 +261,7 @@ print(view.peers[0].recv_entered, view.peers[0].recv_left, view.groups)
 dist.destroy_process_group()
 """,
         tmp_path,
+        has_torch=True,
         PACELINE_PURE_PYTHON=pure,
     )
     assert finished.stdout == "1 0 []\n1 1 []\n", finished.stderr
@@ -336,6 +343,7 @@ for _ in paceline.steps([0]):
     paceline.report(loss=loss, gradient_norm=loss * 2, evaluation_loss=loss * 3)
 """,
         tmp_path,
+        has_torch=True,
     )
     assert (finished.returncode, finished.stderr) == (0, "")
     view = RingReader(tmp_path / RING).view()
@@ -360,6 +368,7 @@ print(train(torch.ones(2)).tolist())
 dist.destroy_process_group()
 """,
         tmp_path,
+        has_torch=True,
     )
     assert finished.stdout == "[3.0, 3.0]\n", finished.stderr
 
@@ -382,6 +391,7 @@ with paceline.section("around"):
     print(train(torch.ones(2)).tolist())
 """,
         tmp_path if has_agent else None,
+        has_torch=True,
     )
     assert finished.stdout == "[3.0, 3.0]\n", finished.stderr
     if has_agent:
@@ -401,5 +411,6 @@ assert dist.all_reduce(torch.ones(1), async_op=True).wait()
 dist.destroy_process_group()  # without it, gloo sometimes aborts at exit, also without Paceline
 """,
         tmp_path,
+        has_torch=True,
     )
     assert finished.returncode == 0, finished.stderr

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from paceline_wire.ring import RingError, RingReader
 from paceline_wire.spans import TRANSFER_OPS, Op, unpack
+from tests import forked_python
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 
 STEPS = 4
 WAITING = """
-import os, sys, torch, torch.distributed as dist
+import signal, sys, torch, torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -27,7 +27,7 @@ for step in range(int(sys.argv[1])):
     optimizer.step()
     optimizer.zero_grad()
 if rank == 1:
-    sys.stdin.read()  # never starts the next step
+    signal.pause()  # never starts the next step
 schedule.step(torch.ones(2, 4))
 """
 
@@ -58,8 +58,8 @@ def test_steps_of_a_schedule_without_calls_of_backward_end_with_its_optimizer(
     tmp_path: Path,
 ) -> None:
     """Zero-bubble schedules compute the gradients of inputs and weights separately."""
-    command = [sys.executable, "-c", ZERO_BUBBLE, str(STEPS)]
-    subprocess.run(command, env=settings(tmp_path), check=True, timeout=150)
+    finished = forked_python.run(["-c", ZERO_BUBBLE, STEPS], settings(tmp_path))
+    assert finished.returncode == 0, finished.stderr
     spans = list(unpack(RingReader(tmp_path / "job.g0.r0.ring").read()))
     steps = [span.step for span in spans if span.op == Op.STEP]
     assert steps == list(range(STEPS))
@@ -71,11 +71,7 @@ def test_steps_of_a_schedule_without_calls_of_backward_end_with_its_optimizer(
 def test_the_wait_for_a_lost_stage_is_on_the_state_page(tmp_path: Path) -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", WAITING, str(STEPS)],
-            env=settings(tmp_path) | where | {"RANK": str(rank)},
-            stdin=subprocess.PIPE,
-        )
+        ForkedPython(["-c", WAITING, STEPS], settings(tmp_path) | where | {"RANK": str(rank)})
         for rank in range(2)
     ]
     try:
@@ -88,7 +84,6 @@ def test_the_wait_for_a_lost_stage_is_on_the_state_page(tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
     *enclosing, innermost = frames
     assert innermost.peer == 1
     assert innermost.sequence > 0

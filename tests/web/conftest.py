@@ -518,27 +518,34 @@ Open = Callable[..., Watch]
 
 @pytest.fixture
 def visit(browser: Browser, site: Site) -> Iterator[Open]:
-    """Open an address of the site. At the end, no page may have unexpected errors or requests.
+    with opened(browser, site) as go:
+        yield go
 
-    The browser is signed in as by `paceline login`, unless it is not `signed_in`.
+
+@contextmanager
+def opened(browser: Browser, site: Site) -> Iterator[Open]:
+    """Yield a function that opens an address of the site.
+
+    At the end, no page may have unexpected errors or requests. The browser is signed in as by
+    `paceline login`, unless it is not `signed_in`.
     """
-    opened: list[Watch] = []
+    watches: list[Watch] = []
 
     def go(url: str, signed_in: bool = True, **options: object) -> Watch:
         page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})  # type: ignore[arg-type]
         page.set_default_timeout(60_000)
         watch = Watch(page)
         watch.attach(site.url)
-        opened.append(watch)
+        watches.append(watch)
         if signed_in:
             site.sign_in(page)
         page.goto(url)
         return watch
 
     yield go
-    for watch in opened:
+    for watch in watches:
         watch.page.close()
-    for watch in opened:
+    for watch in watches:
         assert watch.foreign == []
         assert watch.errors == []
         assert watch.refused == []

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from paceline_server.api.examples import EXAMPLES
 from paceline_server.api.schemas import WhatIf
 from paceline_server.store import models
 from paceline_server.store.tokens import create_token
 from paceline_wire.topology import Topology
+from tests.web.conftest import Site, Story, opened
 
 pytestmark = pytest.mark.browser
 
@@ -37,21 +38,31 @@ def live(page: Page) -> None:
     expect(page.locator("article.job")).to_have_attribute("aria-busy", "false")
 
 
-def test_banner_shows_the_verdict(story: Any, visit: Callable[..., Any]) -> None:
+@pytest.fixture(scope="module")
+def shown(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """The complete page of an unchanged story, for the tests that only read it."""
+    site = Site(f"sqlite:///{tmp_path_factory.mktemp('shown') / 'paceline.db'}")
+    story = Story(site)
     story.begin()
-    page = visit(story.url).page
-    banner = page.locator(".verdict")
+    with opened(browser, site) as visit:
+        page = visit(story.url).page
+        live(page)
+        yield page
+    site.stop()
+
+
+def test_banner_shows_the_verdict(shown: Page) -> None:
+    banner = shown.locator(".verdict")
     expect(banner.get_by_role("heading")).to_have_text(
         "Rank 2 (node-1) is 2.5x slower: thermal throttle of gpu 0."
     )
     expect(banner).to_have_class(re.compile("tone-warn"))
-    expect(page).to_have_title(re.compile("Rank 2 .*Paceline"))
+    expect(shown).to_have_title(re.compile("Rank 2 .*Paceline"))
     expect(banner).to_contain_text("gpt <b>stdlib</b>")
 
 
-def test_figures_of_the_job_are_shown(story: Any, visit: Callable[..., Any]) -> None:
-    story.begin()
-    stats = visit(story.url).page.locator(".stats")
+def test_figures_of_the_job_are_shown(shown: Page) -> None:
+    stats = shown.locator(".stats")
     for figure in (
         "running",
         "60.0",
@@ -72,24 +83,18 @@ def test_number_of_exited_ranks_is_shown_with_the_state(site: Any, story: Any, v
     expect(visit(story.url).page.locator(".stats")).to_contain_text("2 ranks exited")
 
 
-def test_slow_rank_stands_out_on_the_heatmap(story: Any, visit: Callable[..., Any]) -> None:
-    story.begin()
-    page = visit(story.url).page
-    live(page)
+def test_slow_rank_stands_out_on_the_heatmap(shown: Page) -> None:
     # Rank 2 is dp 1, stage 0, tp 0: second row, first of four columns.
-    red, _, blue, _ = pixel(page, 0.02, 0.55)
-    calm_red, _, calm_blue, _ = pixel(page, 0.02, 0.05)
+    red, _, blue, _ = pixel(shown, 0.02, 0.55)
+    calm_red, _, calm_blue, _ = pixel(shown, 0.02, 0.05)
     assert red - blue > 80
     assert abs(calm_red - calm_blue) < 30
 
 
-def test_tooltip_of_a_cell_names_rank_and_operation(story: Any, visit: Callable[..., Any]) -> None:
-    story.begin()
-    page = visit(story.url).page
-    live(page)
-    box = page.locator(".heatmap canvas").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 0.1, box["y"] + box["height"] * 0.75)
-    tooltip = page.locator(".tooltip")
+def test_tooltip_of_a_cell_names_rank_and_operation(shown: Page) -> None:
+    box = shown.locator(".heatmap canvas").bounding_box()
+    shown.mouse.move(box["x"] + box["width"] * 0.1, box["y"] + box["height"] * 0.75)
+    tooltip = shown.locator(".tooltip")
     for text in (
         "Rank 2",
         "node-1",
@@ -118,11 +123,8 @@ def test_heatmap_is_usable_by_keyboard_and_screen_reader(
     assert max(heights) < 40, "a row takes two lines"
 
 
-def test_incident_shows_evidence_and_counter_evidence(
-    story: Any, visit: Callable[..., Any]
-) -> None:
-    story.begin()
-    incident = visit(story.url).page.locator(".incident")
+def test_incident_shows_evidence_and_counter_evidence(shown: Page) -> None:
+    incident = shown.locator(".incident")
     expect(incident).to_have_count(1)
     expect(incident).to_contain_text("straggler · thermal throttle")
     expect(incident).to_contain_text("52% of step time")
@@ -132,9 +134,8 @@ def test_incident_shows_evidence_and_counter_evidence(
     expect(incident).to_contain_text("Host CPU pressure did not change")
 
 
-def test_throttling_node_is_marked(story: Any, visit: Callable[..., Any]) -> None:
-    story.begin()
-    node = visit(story.url).page.locator("[data-node=node-1]")
+def test_throttling_node_is_marked(shown: Page) -> None:
+    node = shown.locator("[data-node=node-1]")
     for text in ("ready", "2, 3", "795", "91", "sw thermal slowdown"):
         expect(node).to_contain_text(text)
 
@@ -339,8 +340,17 @@ def test_unknown_job_shows_not_found(story: Any, visit: Callable[..., Any]) -> N
     watch.refused.clear()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1024, 1280])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("light", 390),
+        ("dark", 1280),
+        pytest.param("dark", 390, marks=pytest.mark.campaign),
+        pytest.param("light", 1024, marks=pytest.mark.campaign),
+        pytest.param("dark", 1024, marks=pytest.mark.campaign),
+        pytest.param("light", 1280, marks=pytest.mark.campaign),
+    ],
+)
 def test_page_has_no_clipped_content(
     story: Any, visit: Callable[..., Any], scheme: str, width: int
 ) -> None:
@@ -421,9 +431,8 @@ def test_what_if_shows_gains_and_memory_cost(story: Any, visit: Callable[..., An
     expect(panel.locator(".slowdowns")).to_contain_text("all backward passes")
 
 
-def test_missing_replay_shows_what_to_do(story: Any, visit: Callable[..., Any]) -> None:
-    story.begin()
-    panel = visit(story.url).page.locator("#what-if")
+def test_missing_replay_shows_what_to_do(shown: Page) -> None:
+    panel = shown.locator("#what-if")
     expect(panel).to_contain_text("PACELINE_SERVER_LOG_RETENTION_SECONDS")
 
 

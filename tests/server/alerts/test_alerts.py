@@ -177,6 +177,7 @@ def test_delivery_is_retried_with_the_same_key(
     assert [body["event"] for _, _, body in listener.requests] == ["opened", "opened", "updated"]
 
 
+@pytest.mark.any_database
 def test_silent_receiver_does_not_delay_other_receivers(
     run_server: Callable[..., Any],
     listener: Listener,
@@ -195,6 +196,7 @@ def test_silent_receiver_does_not_delay_other_receivers(
             assert [row.attempts for row in outbox(database)] == [0, 1]
 
 
+@pytest.mark.any_database
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_readyz_names_the_receiver_whose_thread_died_or_hangs(
     run_server: Callable[..., Any],
@@ -220,6 +222,7 @@ def test_readyz_names_the_receiver_whose_thread_died_or_hangs(
     assert missing() == ["outbox:webhook: not running", "outbox:chat: not running"]
 
 
+@pytest.mark.any_database
 def test_retry_scheduled_by_a_clock_that_was_ahead_runs_now(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
@@ -231,6 +234,7 @@ def test_retry_scheduled_by_a_clock_that_was_ahead_runs_now(
     wait_for(lambda: len(listener.requests) == 1, "the post")
 
 
+@pytest.mark.any_database
 def test_rejected_notice_does_not_block_the_next_one(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
@@ -246,6 +250,7 @@ def test_rejected_notice_does_not_block_the_next_one(
     assert outbox(database)[0].error == "receiver responded 400"
 
 
+@pytest.mark.any_database
 @pytest.mark.parametrize(
     ("status", "asked", "seconds"),
     [
@@ -274,6 +279,7 @@ def test_retry_after_of_the_receiver_is_respected(
     assert seconds - 2 < waits < seconds + 60
 
 
+@pytest.mark.any_database
 @pytest.mark.parametrize(
     ("location", "target"),
     [
@@ -299,6 +305,7 @@ def test_redirect_is_reported_and_not_retried(
     assert (row.attempts, row.error) == (1, f"receiver responded 308{more}")
 
 
+@pytest.mark.any_database
 def test_chat_receives_opened_and_resolved_incidents_as_text(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
@@ -382,6 +389,7 @@ def test_slack_text_has_html_entities(host: str, escaped: str) -> None:
     assert texts[0].endswith("\nhttps://paceline.example/jobs/team%40all")
 
 
+@pytest.mark.any_database
 def test_response_whose_body_never_ends_counts_as_delivered(
     run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
@@ -394,6 +402,7 @@ def test_response_whose_body_never_ends_counts_as_delivered(
     assert outbox(database)[0].error is None
 
 
+@pytest.mark.any_database
 def test_alertmanager_alert_fires_changes_severity_and_resolves(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
@@ -425,6 +434,7 @@ def test_alertmanager_alert_fires_changes_severity_and_resolves(
     assert third[0]["endsAt"][:19] == third[0]["startsAt"][:19]
 
 
+@pytest.mark.any_database
 def test_firing_alert_is_pushed_repeatedly(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
@@ -465,6 +475,7 @@ def test_two_servers_deliver_each_notice_once(
     assert len(keys) == len(set(keys)) == 6
 
 
+@pytest.mark.any_database
 def test_each_receiver_gets_what_reaches_its_minimum_severity(database: Database) -> None:
     hook, pager = IncidentReceiver("hook", "info"), IncidentReceiver("pager", "critical")
     history = [view(severity="info"), view(), view(severity="critical"), view("resolved")]
@@ -513,6 +524,7 @@ def test_a_message_says_that_the_analysis_is_behind(lag: float | None, says: boo
     assert ("The analysis was 110 s behind: this may have changed." in text) == says
 
 
+@pytest.mark.any_database
 def test_receivers_get_how_far_the_analysis_was_behind(database: Database) -> None:
     with database.write() as session:
         session.add(toy_job("toy"))

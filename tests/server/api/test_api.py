@@ -164,6 +164,7 @@ def test_errors_are_problems_with_a_sentence(client: httpx.Client) -> None:
         assert says in problem["detail"], path
 
 
+@pytest.mark.any_database
 def test_json_without_content_type_is_rejected(client: httpx.Client) -> None:
     """`curl -d` sends such requests."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
@@ -183,6 +184,7 @@ def test_text_with_nul_is_rejected(client: httpx.Client) -> None:
         assert field in answer.json()["detail"]
 
 
+@pytest.mark.any_database
 def test_start_timeout_is_set_per_job(server: Any, client: httpx.Client) -> None:
     url = str(client.base_url).rstrip("/")
     jobs = {post_job(url): 900.0, post_job(url, start_timeout_seconds=30): 30.0}
@@ -195,6 +197,7 @@ def test_start_timeout_is_set_per_job(server: Any, client: httpx.Client) -> None
     assert client.post("/api/v1/jobs", json=body).status_code == 422
 
 
+@pytest.mark.any_database
 def test_a_job_has_the_policy_of_its_request(client: httpx.Client) -> None:
     body = {"name": "x", "argv": ["true"], "topology": {"dp": 1, "pp": 1, "tp": 1}}
     given = {"hang_patience_seconds": 60, "mode": "approve"}
@@ -205,6 +208,7 @@ def test_a_job_has_the_policy_of_its_request(client: httpx.Client) -> None:
     assert shown["policy"] == msgspec.json.decode(msgspec.json.encode(policy))
 
 
+@pytest.mark.any_database
 def test_a_job_has_the_policy_of_the_server_unless_the_request_differs(
     run_server: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -217,6 +221,7 @@ def test_a_job_has_the_policy_of_the_server_unless_the_request_differs(
     assert job["policy"] == msgspec.json.decode(msgspec.json.encode(policy))
 
 
+@pytest.mark.any_database
 @pytest.mark.parametrize(("lease", "warns"), [("3", True), ("600", False), ("0", False)])
 def test_an_agent_lease_not_above_the_node_lease_is_logged(
     server: Any, caplog: pytest.LogCaptureFixture, lease: str, warns: bool
@@ -239,6 +244,7 @@ def test_an_agent_lease_not_above_the_node_lease_is_logged(
     assert ("start them with a longer --lease-seconds" in caplog.text) == warns
 
 
+@pytest.mark.any_database
 @pytest.mark.parametrize(
     ("fields", "detail"),
     [
@@ -306,6 +312,7 @@ def test_incidents_are_filtered_and_carry_their_evidence(server: Any, client: ht
     assert client.get("/api/v1/incidents", params={"job": "other"}).json()["items"] == []
 
 
+@pytest.mark.any_database
 @pytest.mark.parametrize(
     ("metadata", "spent", "sentence"),
     [
@@ -379,6 +386,7 @@ def test_the_verdict_is_the_worst_open_incident(server: Any, client: httpx.Clien
     assert verdict["text"].startswith("Rank 2 is 2.5x slower")
 
 
+@pytest.mark.any_database
 def test_verdict_reports_the_outcome_of_the_job(server: Any, client: httpx.Client) -> None:
     job_id = post_job(server.url)
 
@@ -405,6 +413,7 @@ def test_verdict_reports_the_outcome_of_the_job(server: Any, client: httpx.Clien
     assert verdict("failed") == ("Failed at step 5. Gave up: 10 restarts within an hour.", "inc-1")
 
 
+@pytest.mark.any_database
 def test_large_responses_are_compressed_and_streams_are_not(client: httpx.Client) -> None:
     assert client.get("/openapi.json").headers["content-encoding"] == "gzip"
     assert "content-encoding" not in client.get("/api/v1/jobs").headers
@@ -415,6 +424,7 @@ def test_large_responses_are_compressed_and_streams_are_not(client: httpx.Client
         assert "content-encoding" not in stream.headers
 
 
+@pytest.mark.any_database
 def test_the_verdict_does_not_compare_a_rank_with_itself(server: Any, client: httpx.Client) -> None:
     job_id = post_job(server.url, dp=1)
     put(server, *(row for number in range(5) for row in step(job_id, number, generation=0)))
@@ -441,6 +451,7 @@ def test_action_is_decided_once(server: Any, client: httpx.Client) -> None:
         ).all() == ["go"]
 
 
+@pytest.mark.any_database
 def test_a_restart_that_waits_for_a_checkpoint_can_be_rejected(
     server: Any, client: httpx.Client
 ) -> None:
@@ -505,6 +516,7 @@ ALLOWED: dict[Scope | None, dict[Any, int]] = {
 }
 
 
+@pytest.mark.any_database
 def test_scope_grants_only_its_own_routes(server: Any, client: httpx.Client) -> None:
     made = tokens(server)
     del client.headers["Authorization"]
@@ -518,6 +530,7 @@ def test_scope_grants_only_its_own_routes(server: Any, client: httpx.Client) -> 
     assert client.get("/metrics").status_code == 200
 
 
+@pytest.mark.any_database
 def test_revoked_token_is_rejected_within_a_second(
     server: Any, client: httpx.Client, wait_for: Callable[..., Any]
 ) -> None:
@@ -531,6 +544,7 @@ def test_revoked_token_is_rejected_within_a_second(
     assert client.get("/api/v1/jobs").status_code == 401, "revoking the last opens no door"
 
 
+@pytest.mark.any_database
 def test_tokens_are_kept_as_hashes(server: Any) -> None:
     made = tokens(server)
     with server.program.database.read() as session:
@@ -603,6 +617,7 @@ def test_metrics_show_the_newest_step_of_each_job(server: Any, client: httpx.Cli
     assert not re.search(rf'^paceline_job_rank_slowdown.*"{started}"', text, re.MULTILINE)
 
 
+@pytest.mark.any_database
 def test_metrics_are_openmetrics_if_requested(client: httpx.Client) -> None:
     asked = {"Accept": "application/openmetrics-text; version=1.0.0"}
     answer = client.get("/metrics", headers=asked)
@@ -611,10 +626,12 @@ def test_metrics_are_openmetrics_if_requested(client: httpx.Client) -> None:
     assert "# EOF" not in client.get("/metrics").text
 
 
+@pytest.mark.any_database
 def test_readyz_lists_what_is_missing(client: httpx.Client) -> None:
     assert client.get("/readyz").json() == {"ready": True, "missing": []}
 
 
+@pytest.mark.any_database
 def test_readyz_reports_a_dead_or_hung_log_writer(
     run_server: Callable[..., Any],
     wait_for: Callable[..., Any],
@@ -636,6 +653,7 @@ def test_readyz_reports_a_dead_or_hung_log_writer(
     assert missing() == ["log writer: not running"]
 
 
+@pytest.mark.any_database
 def test_head_probe_gets_the_status_of_get(server: Any, client: httpx.Client) -> None:
     assert client.head("/readyz").status_code == 200
     parts = server.app.state.parts
@@ -644,6 +662,7 @@ def test_head_probe_gets_the_status_of_get(server: Any, client: httpx.Client) ->
     assert [client.head(path).status_code for path in ("/healthz", "/metrics")] == [200, 200]
 
 
+@pytest.mark.any_database
 @pytest.mark.parametrize(
     ("method", "path", "status", "header"),
     [
@@ -661,6 +680,7 @@ def test_static_files_do_not_shadow_the_api(
     assert header.items() <= answer.headers.items()
 
 
+@pytest.mark.any_database
 def test_page_is_served_for_every_view(run_server: Callable[..., Any], tmp_path: Any) -> None:
     (tmp_path / "static" / "assets").mkdir(parents=True)
     (tmp_path / "static" / "index.html").write_text("<p>page")

@@ -135,6 +135,7 @@ def test_the_headline_and_the_list_begin_with_the_worst_incident(
     ]
 
 
+@pytest.mark.any_database
 def test_a_training_job_has_a_verdict_that_is_true_of_now(
     client: httpx.Client, job_id: str
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_training_job_has_a_verdict_that_is_true_of_now(
     assert conditions(client, job_id) == ["running", "running"]
 
 
+@pytest.mark.any_database
 def test_a_verdict_that_the_analysis_has_not_confirmed_says_so(
     server: Any, client: httpx.Client, job_id: str
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_verdict_that_the_analysis_has_not_confirmed_says_so(
     assert conditions(client, job_id) == ["unknown", "unknown"]
 
 
+@pytest.mark.any_database
 def test_a_dead_rank_is_shown_before_its_cause_is_found(
     server: Any, client: httpx.Client, job_id: str
 ) -> None:
@@ -166,6 +169,7 @@ def test_a_dead_rank_is_shown_before_its_cause_is_found(
     assert conditions(client, job_id) == ["blocked", "dead"]
 
 
+@pytest.mark.any_database
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_hang_names_its_culprit_and_the_ranks_that_it_blocks(
     server: Any, client: httpx.Client, job_id: str, rank: int
@@ -185,6 +189,7 @@ def test_ranks_of_a_silent_node_are_unknown(server: Any, client: httpx.Client, j
     assert get(client, job_id)["condition"] == "unknown"
 
 
+@pytest.mark.any_database
 @pytest.mark.parametrize("signal", [9, None])
 def test_no_slowdown_is_shown_while_a_job_does_not_train(
     server: Any, client: httpx.Client, job_id: str, signal: int | None
@@ -195,6 +200,7 @@ def test_no_slowdown_is_shown_while_a_job_does_not_train(
     assert [cell["condition"] for cell in cells] == ["dead", "blocked"]
 
 
+@pytest.mark.any_database
 def test_a_job_of_which_a_rank_has_finished_is_not_called_even(
     server: Any, client: httpx.Client, job_id: str
 ) -> None:

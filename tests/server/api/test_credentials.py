@@ -42,6 +42,7 @@ def anyone(server: Any) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.any_database
 def test_every_changing_route_needs_a_credential_that_may_change(
     server: Any, anyone: httpx.Client
 ) -> None:
@@ -59,6 +60,7 @@ def test_every_changing_route_needs_a_credential_that_may_change(
         assert anyone.request(method, path).status_code == 403, path
 
 
+@pytest.mark.any_database
 def test_commands_of_agents_may_carry_secrets_and_need_the_agents_token(
     anyone: httpx.Client,
 ) -> None:
@@ -77,6 +79,7 @@ def test_everyone_on_this_machine_may_read_until_a_token_is_created(
     assert server.client.get(READ).status_code == 200, "the local token stays valid"
 
 
+@pytest.mark.any_database
 def test_local_tokens_are_files_of_their_user_alone(server: Any) -> None:
     directory = server.program.state_directory
     for scope in ("agent", "operator"):
@@ -87,6 +90,7 @@ def test_local_tokens_are_files_of_their_user_alone(server: Any) -> None:
     assert server.client.post(STOP, headers=agent).status_code == 403
 
 
+@pytest.mark.any_database
 def test_local_tokens_stay_valid_with_a_new_database_and_end_when_revoked(
     server: Any, run_server: Callable[..., Any], wait_for: Callable[..., Any], tmp_path: Any
 ) -> None:
@@ -99,6 +103,7 @@ def test_local_tokens_stay_valid_with_a_new_database_and_end_when_revoked(
     assert again.client.post(STOP).status_code == 401, "a restart must not bring it back"
 
 
+@pytest.mark.any_database
 def test_server_with_only_configured_tokens_makes_none_of_its_own(
     server: Any, run_server: Callable[..., Any], tmp_path: Any
 ) -> None:
@@ -148,6 +153,7 @@ def test_a_login_link_signs_in_one_browser_once(server: Any, browser: Browser) -
     assert "`paceline login` prints a new one" in used.text
 
 
+@pytest.mark.any_database
 def test_a_cookie_without_the_half_that_only_the_page_has_changes_nothing(
     server: Any, browser: Browser
 ) -> None:
@@ -169,6 +175,7 @@ def test_sessions_and_links_expire(server: Any, browser: Browser) -> None:
     assert browser.client.get(unused).status_code == 403
 
 
+@pytest.mark.any_database
 def test_sessions_end_with_the_token_they_came_from(
     server: Any, browser: Browser, wait_for: Callable[..., Any]
 ) -> None:

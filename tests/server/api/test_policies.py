@@ -36,6 +36,7 @@ def server(run_server: Callable[..., Any]) -> Any:
     return run_server(role="api")
 
 
+@pytest.mark.any_database
 def test_a_job_without_values_of_its_own_has_the_version_for_new_jobs(server: Any) -> None:
     [default] = get(server, "/policies")["items"]
     assert (default["job_id"], default["actor"]) == (None, "built-in policy")
@@ -64,6 +65,7 @@ def test_a_change_is_a_version_and_in_the_audit_log(server: Any) -> None:
     assert same["policy_version"] == newest["version"], "the same values are no new version"
 
 
+@pytest.mark.any_database
 def test_invalid_values_are_refused_and_change_nothing(server: Any) -> None:
     job_id = post_job(server.url)
     answer = change(server, job_id, {"mode": "x", "patience": 3})
@@ -75,6 +77,7 @@ def test_invalid_values_are_refused_and_change_nothing(server: Any) -> None:
     assert server.client.get("/api/v1/policies/99").status_code == 404
 
 
+@pytest.mark.any_database
 def test_only_approvers_may_approve_and_change_the_policy(server: Any, database: Database) -> None:
     job_id = post_job(server.url, policy={"mode": "approve", "approvers": ["alice"]})
     view = ActionView(
@@ -103,6 +106,7 @@ def test_only_approvers_may_approve_and_change_the_policy(server: Any, database:
     assert decided.raise_for_status().json()["decided_by"] == "alice"
 
 
+@pytest.mark.any_database
 def test_a_changed_policy_file_is_a_version(database: Database, tmp_path: Path) -> None:
     path = tmp_path / "policy.toml"
     record_default_policy(database, None)
@@ -126,6 +130,7 @@ def test_versions_cannot_be_changed(database: Database, statement: str) -> None:
         session.execute(text(statement))
 
 
+@pytest.mark.any_database
 def test_the_command_line_shows_and_changes_policies(server: Any, tmp_path: Path) -> None:
     job_id = post_job(server.url)
 

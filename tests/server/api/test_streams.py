@@ -74,6 +74,7 @@ def test_pending_commands_come_first_then_new_ones_until_their_result(server: An
         assert [next(commands).command_id for _ in range(2)] == [7, 9]
 
 
+@pytest.mark.any_database
 def test_a_burst_reaches_the_agent_of_a_node_that_holds_ranks(server: Any) -> None:
     job_id = post_job(server.url)
     node = {"agent_id": "node-0", "boot_id": "boot", "sequence": 0, "packed_ns": 1}
@@ -104,6 +105,7 @@ def finish(server: Any, command_id: int, agent: str) -> None:
     ).raise_for_status()
 
 
+@pytest.mark.any_database
 def test_commands_superseded_by_a_newer_generation_are_not_sent(server: Any) -> None:
     job_id = post_job(server.url)
     old = ControlRanks(command_id=1, job=job_id, generation=1, kind="checkpoint", target_step=10)
@@ -116,6 +118,7 @@ def test_commands_superseded_by_a_newer_generation_are_not_sent(server: Any) -> 
         assert next(line for line in lines if not isinstance(line, Ping)).command_id == 2
 
 
+@pytest.mark.any_database
 def test_idle_command_stream_sends_pings(server: Any) -> None:
     with stream(server, "/api/v1/agents/node-0/commands") as answer:
         lines = [decode_line(line) for line, _ in zip(answer.iter_lines(), range(3), strict=False)]
@@ -162,6 +165,7 @@ def test_reconnected_client_resumes_and_gets_each_resource_once(server: Any) -> 
         assert next(found)[0] == position + 5
 
 
+@pytest.mark.any_database
 def test_client_that_cannot_resume_gets_a_snapshot(server: Any) -> None:
     job_id = post_job(server.url)
     for _ in range(5):
@@ -189,6 +193,7 @@ def test_stream_ends_if_missed_changes_were_pruned(
         wait_for(lambda: server.program.signals.changes.subscribers == 0, "its end")
 
 
+@pytest.mark.any_database
 def test_streams_end_when_the_client_disconnects(server: Any, wait_for: Callable[..., Any]) -> None:
     signals = server.program.signals
     for _ in range(5):
@@ -206,6 +211,7 @@ def test_streams_end_when_the_client_disconnects(server: Any, wait_for: Callable
     )
 
 
+@pytest.mark.any_database
 @pytest.mark.parametrize(
     ("scope", "path"),
     [("agent", "/api/v1/agents/node-0/commands"), ("viewer", "/api/v1/events")],
@@ -226,6 +232,7 @@ def test_stream_ends_when_its_token_is_revoked(
         )
 
 
+@pytest.mark.any_database
 def test_server_stops_although_streams_are_open(server: Any) -> None:
     with (
         stream(server, "/api/v1/agents/node-0/commands") as commands,

@@ -42,6 +42,7 @@ def test_the_trace_holds_the_operations_of_the_last_steps(recorded: Recorded) ->
     assert {row[2] for row in forwards} == {0, 2, 4, 6}
 
 
+@pytest.mark.any_database
 def test_export_agrees_with_the_server(recorded: Recorded, tmp_path: Path) -> None:
     written = recorded.paceline("jobs", "export", JOB, "-o", str(tmp_path / "trace.parquet"))
     assert written.exit_code == 0, written.output
@@ -63,6 +64,7 @@ def test_export_agrees_with_the_server(recorded: Recorded, tmp_path: Path) -> No
         assert found == pytest.approx(expected, abs=0.02)
 
 
+@pytest.mark.any_database
 def test_the_ideal_step_of_a_job_is_written_for_perfetto(
     recorded: Recorded, tmp_path: Path
 ) -> None:
@@ -71,6 +73,7 @@ def test_the_ideal_step_of_a_job_is_written_for_perfetto(
     assert json.loads((tmp_path / "ideal.json").read_text())["traceEvents"]
 
 
+@pytest.mark.any_database
 def test_job_without_steps_has_no_trace(run_server: Callable[..., Any]) -> None:
     recorded = Recorded(run_server(role="api"), steps=0)
     answer = recorded.server.client.get(f"/api/v1/jobs/{JOB}/trace")
@@ -81,6 +84,7 @@ def test_job_without_steps_has_no_trace(run_server: Callable[..., Any]) -> None:
     assert "No step of the current generation has finished yet" in shown.output
 
 
+@pytest.mark.any_database
 def test_unknown_job_is_reported(recorded: Recorded) -> None:
     assert recorded.server.client.get("/api/v1/jobs/nope/trace").status_code == 404
 
@@ -93,6 +97,7 @@ def test_pruned_steps_are_reported(recorded: Recorded) -> None:
     assert "Too few of the last steps are stored" in answer.json()["detail"]
 
 
+@pytest.mark.any_database
 def test_damaged_batch_affects_only_itself(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
         last = session.scalars(select(HotLogRow).order_by(HotLogRow.id.desc()).limit(1)).one()

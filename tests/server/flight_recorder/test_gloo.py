@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from paceline_server.flight_recorder import HangReport, report
+from tests.forked_python import ForkedPython
 
 SCRIPT = Path(__file__).parent / "gloo_rank.py"
 
@@ -22,19 +21,15 @@ def dumped(directory: Path, fault: str, world_size: int = 3) -> HangReport:
         "OMP_NUM_THREADS": "1",
     }
     ranks = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), str(world_size), fault, directory],
-            env=environment,
-        )
+        ForkedPython([SCRIPT, rank, world_size, fault, directory], environment)
         for rank in range(world_size)
     ]
     try:
         for rank in ranks:
-            assert rank.wait(timeout=120) == 0
+            assert rank.wait(timeout=120) == 0, rank.errors()
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
     return report(directory / "dumps")
 
 

@@ -93,6 +93,7 @@ def test_repeated_batch_is_stored_once(ingest: Ingest) -> None:
     assert ingest.stored() == 2
 
 
+@pytest.mark.any_database
 def test_api_server_without_worker_reports_the_lag(
     run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
@@ -180,6 +181,7 @@ def test_node_with_lost_disk_and_clock_is_accepted_after_silence(ingest: Ingest)
     assert ingest.node().sequence == 1
 
 
+@pytest.mark.any_database
 def test_last_seen_follows_batches_after_the_clock_was_set_back(
     database: Database,
 ) -> None:
@@ -195,6 +197,7 @@ def test_last_seen_follows_batches_after_the_clock_was_set_back(
     assert seen(2, 60 * second_ns) == 60 * second_ns, "set back by two hours"
 
 
+@pytest.mark.any_database
 def test_gpu_readings_of_a_node_are_in_base_units(ingest: Ingest) -> None:
     gpu = {"gpu": "0"}
     now = time.time_ns()
@@ -240,6 +243,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.any_database
 def test_invalid_batch_is_rejected_and_counted(ingest: Ingest) -> None:
     for content, status, reason in REFUSED:
         before = ingest.rejected(reason)
@@ -252,6 +256,7 @@ def test_invalid_batch_is_rejected_and_counted(ingest: Ingest) -> None:
     assert ingest.send(batch()) == "stored"
 
 
+@pytest.mark.any_database
 def test_highly_compressed_batch_does_not_delay_other_requests(
     ingest: Ingest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +270,7 @@ def test_highly_compressed_batch_does_not_delay_other_requests(
     assert usual is not aside
 
 
+@pytest.mark.any_database
 def test_endless_body_is_rejected(ingest: Ingest) -> None:
     def endless() -> Any:
         for _ in range(1000):
@@ -278,6 +284,7 @@ def test_endless_body_is_rejected(ingest: Ingest) -> None:
     assert ingest.rejected("oversized") == 1
 
 
+@pytest.mark.any_database
 @PATIENT
 @given(content=st.binary(max_size=200), position=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_damaged_batches_never_break_the_server(
@@ -302,6 +309,7 @@ def test_batches_in_any_order_are_stored_once(
     assert ingest.node(agent).sequence == 3
 
 
+@pytest.mark.any_database
 def test_ingest_requires_an_agent_token(ingest: Ingest) -> None:
     server = ingest.server
     tokens = {scope: make_token(server, scope) for scope in ("agent", "viewer", "operator")}

@@ -80,20 +80,15 @@ def test_an_external_job_appears_with_its_last_rank_and_ends_with_its_ranks(
     assert not any(node.carried_out for node in nodes), "nothing was ever commanded"
 
 
-@pytest.mark.parametrize(
-    ("script", "name"), [("train.py", "train.py"), ("\0\n", "train"), ("x\x1b" * 200, "x" * 200)]
-)
 def test_an_external_job_is_named_after_its_script(
-    server: Any,
-    nodes: list[SimulatedNode],
-    job: Any,
-    wait_for: Callable[..., Any],
-    script: str,
-    name: str,
+    nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    nodes[0].run_external("train", 0, Topology(), metadata={"script": script})
-    found = wait_for(lambda: job("train"), "the job")
-    assert (found["id"], found["name"]) == ("train", name)
+    scripts = {"train.py": "train.py", "\0\n": "train-1", "x\x1b" * 200: "x" * 200}
+    for number, script in enumerate(scripts):
+        nodes[number].run_external(f"train-{number}", 0, Topology(), metadata={"script": script})
+    for number, name in enumerate(scripts.values()):
+        found = wait_for(lambda number=number: job(f"train-{number}"), "the job")
+        assert (found["id"], found["name"]) == (f"train-{number}", name)
 
 
 def test_a_crash_is_reported_and_not_repaired(

@@ -68,6 +68,7 @@ def check_recovery(server: Any, incident: dict[str, Any]) -> None:
     assert 'part="total",quantile="0.99"' in text
 
 
+@pytest.mark.any_database
 def test_commands_are_carried_out_once(
     server: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
 ) -> None:
@@ -81,6 +82,7 @@ def test_commands_are_carried_out_once(
     assert ControlRanks not in kinds
 
 
+@pytest.mark.any_database
 def test_a_job_that_cannot_start_says_why(
     server: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
 ) -> None:

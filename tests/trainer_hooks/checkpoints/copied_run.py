@@ -5,7 +5,7 @@ copies of each rank. A training resumes, continues until that many steps are com
 the copy of the last one is complete (and sent, if there is another node), and is killed. The answer
 is a line of JSON: for each rank where it resumed, at which step, and its weights, or its error.
 
-Ranks are forked from this process, which has imported torch.
+Ranks are forked from this process, which has imported torch and what its optimizers import.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

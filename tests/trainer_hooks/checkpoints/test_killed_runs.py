@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+
+from tests import forked_python
 
 PROGRAM = Path(__file__).with_name("killed_runs.py")
 KINDS = ["ddp", "stateful", "fsdp2", "fsdp2_tp", "pipelining", "plain"]
@@ -16,11 +17,8 @@ TIERS = ["disk", "memory", "peer"]
 
 
 def run(kind: str, kills: int, epochs: int, directory: Path, tier: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, PROGRAM, kind, str(kills), str(epochs), directory, tier],
-        capture_output=True,
-        text=True,
-    )
+    arguments = (PROGRAM, kind, kills, epochs, directory, tier)
+    ended = forked_python.run(arguments, os.environ, timeout=1200)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"ended after {kills} kills\n"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoints.replicas import Piece, ReplicaCheck, ReplicaSet, checksum
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 
 RUN = Path(__file__).with_name("replicated_run.py")
@@ -23,11 +23,7 @@ def run(directory: Path, world: int, outlier: int) -> list[dict[str, Any]]:
     """Train with `world` ranks, one of which flips a bit; return what rank 0 reports."""
     port = free_port()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, RUN, *map(str, (rank, world, port, directory, outlier, 40))],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        ForkedPython([RUN, rank, world, port, directory, outlier, 40], os.environ)
         for rank in range(world)
     ]
     outputs = [rank.communicate(timeout=170)[0] for rank in ranks]

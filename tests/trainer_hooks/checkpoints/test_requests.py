@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -17,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from paceline.checkpoints.layout import saved_checkpoints
 from paceline_wire.ring import Acknowledgement, AckStatus, ControlKind, RingError, RingReader
 from tests.ports import free_port
-from tests.trainer_hooks.integrations.conftest import python_with
+from tests.trainer_hooks.integrations.conftest import python_with, start_python
 
 PROGRAM = Path(__file__).with_name("requested_run.py")
 FRAMEWORKS = Path(__file__).with_name("requested_framework.py")
@@ -31,9 +30,10 @@ class Ranks:
     ) -> None:
         port = free_port()
         self.processes = [
-            subprocess.Popen(
-                [python, program, arguments[0], directory / "saved", *arguments[1:]],
-                env=os.environ
+            start_python(
+                python,
+                [program, arguments[0], directory / "saved", *arguments[1:]],
+                os.environ
                 | {
                     "RANK": str(rank),
                     "WORLD_SIZE": "2",
@@ -46,9 +46,6 @@ class Ranks:
                     "PACELINE_RING_DIRECTORY": str(directory),
                     "PACELINE_JOB": "local",
                 },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
             )
             for rank in range(2)
         ]

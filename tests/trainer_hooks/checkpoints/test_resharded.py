@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 
 PROGRAM = Path(__file__).with_name("resharded_run.py")
@@ -18,9 +17,9 @@ def run(directory: Path, ranks: int, steps: int) -> set[str]:
     """Run the program. Return the lines that its ranks print."""
     port = free_port()
     processes = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, directory, str(steps)],
-            env=os.environ
+        ForkedPython(
+            [PROGRAM, directory, steps],
+            os.environ
             | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
@@ -29,9 +28,6 @@ def run(directory: Path, ranks: int, steps: int) -> set[str]:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PACELINE_RING_DIRECTORY": "",
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(ranks)
     ]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ import torch
 from paceline.collectives import coverage
 from paceline_wire.coverage import NOT_RECORDED, RECORDER
 from paceline_wire.ring import RingReader
+from tests import forked_python
 
 START = """
 import sys, torch, torch.distributed as dist, paceline
@@ -27,18 +26,15 @@ dist.destroy_process_group()
 
 
 def reported(tmp_path: Path, backend: str, source: str = START, pure: str = "") -> dict[str, str]:
-    finished = subprocess.run(
-        [sys.executable, "-c", source, backend],
-        env={
+    finished = forked_python.run(
+        ["-c", source, backend],
+        {
             **os.environ,
             "PACELINE_RING_DIRECTORY": str(tmp_path),
             "PACELINE_JOB": "job",
             "PACELINE_PURE_PYTHON": pure,
             "PACELINE_BUILD": "0",
         },
-        capture_output=True,
-        text=True,
-        timeout=150,
     )
     assert finished.returncode == 0, finished.stderr
     found: dict[str, str] = {}

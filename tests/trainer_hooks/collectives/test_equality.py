@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 
 # Parallelisms that this torch has on a CPU, with Paceline or without: FSDP2 of 2.6 needs streams,
@@ -123,17 +122,10 @@ def outputs(source: str, ring_directory: str, pure: str = "", ranks: int = 2) ->
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OTHER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
         "KINDS": " ".join(KINDS),
     }
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", source],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
+        ForkedPython(["-c", source], {**environment, "RANK": str(rank)}) for rank in range(ranks)
     ]
     try:
         printed = [process.communicate(timeout=120)[0].splitlines() for process in processes]

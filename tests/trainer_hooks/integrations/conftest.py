@@ -13,6 +13,7 @@ import pytest
 
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import COMMUNICATION_OPS, Op, Span, unpack
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
@@ -59,6 +60,17 @@ def python_with(framework: str) -> str:
     pytest.skip(f"{framework} is not installed here (docs/integrations.md)")
 
 
+def start_python(
+    python: str, arguments: list[object], env: dict[str, str]
+) -> ForkedPython | subprocess.Popen[str]:
+    """Start a program with this interpreter; it is forked if this is the tests' own."""
+    if python == sys.executable:
+        return ForkedPython(arguments, env)
+    pipe = subprocess.PIPE
+    command = [python, *map(str, arguments)]
+    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Run:
     """Run a script of this folder, which gets the output folder as its argument."""
@@ -85,21 +97,12 @@ def run_ranks(tmp_path: Path) -> Run:
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONWARNINGS": "ignore",
             }
-            processes.append(
-                subprocess.Popen(
-                    [python, str(HERE / script), str(output)],
-                    env=environment | settings,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+            processes.append(start_python(python, [HERE / script, output], environment | settings))
         try:
-            outputs = [process.communicate(timeout=170)[0] for process in processes]
+            outputs = ["".join(process.communicate(timeout=170)) for process in processes]
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
         for process, printed in zip(processes, outputs, strict=True):
             assert process.returncode == 0, printed
             assert "paceline:" not in printed, printed

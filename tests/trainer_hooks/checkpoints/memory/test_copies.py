@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from paceline.checkpoints.rank_group import RankGroup
 from paceline.checkpoints.trees import serialize
 from paceline.environment import memory_settings
 from paceline_wire.ring import RingReader
+from tests import forked_python
 
 
 @pytest.fixture(autouse=True)
@@ -132,8 +132,7 @@ print(state.resumed_from, state.resumed_step)
 
 def test_copies_are_kept_if_an_error_ends_the_training(tmp_path: Path, root: Path) -> None:
     def run(how: str) -> str:
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "saved"), how]
-        return subprocess.run(command, capture_output=True, text=True).stdout
+        return forked_python.run(["-c", SCRIPT, tmp_path / "saved", how], os.environ).stdout
 
     assert run("fail") == ""
     assert len(list(root.glob("*/*.copy"))) > 0
@@ -195,8 +194,7 @@ def test_without_memory_training_continues_and_it_is_reported(
 
 def test_a_full_file_system_stops_no_training(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))\n"
-    command = [sys.executable, "-c", limit + SCRIPT, str(tmp_path / "saved"), "end"]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = forked_python.run(["-c", limit + SCRIPT, tmp_path / "saved", "end"], os.environ)
     assert ended.stdout == "None None\n", ended.stderr
     assert "Copies in memory: [Errno 27] File too large" in ended.stderr
 
