@@ -8,8 +8,8 @@ FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
 WEB_READY := web/node_modules/.ready
 ARGS ?=
-# Most tests wait for processes and sockets: three workers per core keep the cores busy.
-JOBS ?= $(shell n=$$(( $$(nproc) * 3 )); echo $$(( n < 8 ? n : 8 )))
+# Many tests wait for processes and sockets: two workers per core keep the cores busy.
+JOBS ?= $(shell n=$$(( $$(nproc) * 2 )); echo $$(( n < 8 ? n : 8 )))
 ONLY ?=
 
 # Tests and demo start hundreds of processes; bytecode caches make each start faster.
