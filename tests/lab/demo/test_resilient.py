@@ -23,20 +23,22 @@ RANKS = 2 * GPUS_PER_NODE
 STEPS = 200
 LONG_STEPS = 3000  # long enough for a move to pay
 KILLS = 6
-# All ranks are killed in turn: no node is to blame for it.
 POLICY = {
-    "quarantine_share": 0.0,
     "restarts_per_hour": 1000,
     "cycles_without_progress": 20,
     "backoff_seconds": 0.1,
     "backoff_maximum_seconds": 0.5,
 }
+# All ranks are killed in turn: no node is to blame for it.
+NO_QUARANTINE = {"quarantine_share": 0.0}
 
 
 class Run:
     """A job of the script, and the files that it writes."""
 
-    def __init__(self, client: httpx.Client, directory: Path, steps: int = STEPS) -> None:
+    def __init__(
+        self, client: httpx.Client, directory: Path, steps: int = STEPS, **policy: float
+    ) -> None:
         directory.mkdir()
         self._client = client
         self._directory = directory
@@ -52,7 +54,7 @@ class Run:
                 "PACELINE_MEMORY_DIRECTORY": str(directory / "memory"),
             },
             "mode": "auto",
-            "policy": POLICY,
+            "policy": POLICY | policy,
         }
         self._id = client.post("/jobs", json=body).raise_for_status().json()["id"]
 
@@ -104,9 +106,9 @@ def test_a_run_whose_ranks_are_killed_ends_bit_for_bit_the_same(
     client: httpx.Client, tmp_path: Path, seed: int
 ) -> None:
     chance = random.Random(seed)
-    whole = Run(client, tmp_path / "whole")
+    whole = Run(client, tmp_path / "whole", **NO_QUARANTINE)
     wait_for(lambda: whole.state == "finished", "the run without a kill", 400.0)
-    killed = Run(client, tmp_path / "killed")
+    killed = Run(client, tmp_path / "killed", **NO_QUARANTINE)
     for number in range(KILLS):
         witness = chance.randrange(RANKS)
         aim = killed.steps(witness) + chance.randint(5, 20)
