@@ -54,6 +54,19 @@ def test_storage_that_becomes_slow_is_reported():
     assert (found.rank, found.cause) == (None, "slow storage")
 
 
+def test_a_small_copy_that_busy_cpus_delay_is_no_slow_storage():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    watched.show(played(lambda number: dict.fromkeys(EVERYONE, 0.02 if number < 4 else 0.24)))
+    assert watched.findings == []
+
+
+def test_short_times_are_in_milliseconds():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    watched.show(played(lambda number: dict.fromkeys(EVERYONE, 0.04 if number < 4 else 1.5)))
+    [found] = watched.findings
+    assert found.summary.startswith("Checkpoints take 1.5 s on all ranks instead of 40 ms: ")
+
+
 def test_checkpoints_that_take_much_of_the_run_lead_to_advice():
     watched = Watched(CheckpointStallDetector, JOB.topology)
     watched.show(played(lambda _: dict.fromkeys(EVERYONE, 0.9), every=10))

@@ -152,9 +152,10 @@ class CheckpointStallDetector(Detector):
     def _exceeds(
         self, seconds: Floats, usual: float, checkpoint: _Checkpoint
     ) -> npt.NDArray[np.bool_]:
-        ratio, share = self.settings.ratio, self.settings.step_share
-        found: npt.NDArray[np.bool_] = (seconds >= ratio * usual) & (
-            seconds - usual >= share * checkpoint.step_seconds
+        settings = self.settings
+        least = max(settings.step_share * checkpoint.step_seconds, settings.least_seconds)
+        found: npt.NDArray[np.bool_] = (seconds >= settings.ratio * usual) & (
+            seconds - usual >= least
         )
         return found
 
@@ -164,8 +165,8 @@ class CheckpointStallDetector(Detector):
         seconds, normal = float(newest.seconds[rank]), newest.typical
         return msgspec.structs.replace(
             self._stall(
-                f"{self.generation.subject(rank)} takes {seconds:.1f} s to write its checkpoint, "
-                f"its peers take {normal:.1f} s",
+                f"{self.generation.subject(rank)} takes {_text(seconds)} to write its checkpoint, "
+                f"its peers take {_text(normal)}",
                 seconds,
                 normal,
                 now_ns,
@@ -192,7 +193,7 @@ class CheckpointStallDetector(Detector):
             ):
                 seconds = latest[-1].typical
                 finding = self._stall(
-                    f"Checkpoints take {seconds:.1f} s on all ranks instead of {usual:.1f} s",
+                    f"Checkpoints take {_text(seconds)} on all ranks instead of {_text(usual)}",
                     seconds,
                     usual,
                     now_ns,
@@ -215,7 +216,7 @@ class CheckpointStallDetector(Detector):
             return []
         seconds = blocked / len(checkpoints)
         finding = self._stall(
-            f"Each checkpoint blocks training for {seconds:.1f} s", seconds, 0.0, now_ns
+            f"Each checkpoint blocks training for {_text(seconds)}", seconds, 0.0, now_ns
         )
         return [
             msgspec.structs.replace(
@@ -253,3 +254,8 @@ class CheckpointStallDetector(Detector):
                 )
             ],
         )
+
+
+def _text(seconds: float) -> str:
+    """Return "40 ms" or "1.5 s"."""
+    return f"{seconds * 1e3:.0f} ms" if seconds < 0.995 else f"{seconds:.1f} s"

@@ -11,8 +11,10 @@ class CheckpointStallSettings:
 
     # A checkpoint is slow when it takes this many times as long as on other ranks or earlier ...
     ratio: float = 2.0
-    # ... and is longer by this share of a step: less is not noticeable.
+    # ... and is longer by this share of a step, and by this time: less is not noticeable, and busy
+    # CPUs delay the copy of a small state by as much.
     step_share: float = 0.3
+    least_seconds: float = 0.25
     # Share of all time at which blocking for checkpoints is worth advice: saving asynchronously
     # recovers about half of it.
     cost_ratio: float = 0.08
