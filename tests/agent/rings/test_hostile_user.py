@@ -24,7 +24,7 @@ FILES, RINGS, SPANS = 3_000, 40, 5_000
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory that all users can enter, unlike pytest's."""
+    """A directory that all users can enter, unlike pytest's; name it before what writes to it."""
     with tempfile.TemporaryDirectory(dir=node_directory.MEMORY) as scratch:
         Path(scratch).chmod(0o755)
         yield Path(scratch)
@@ -68,7 +68,7 @@ def identity(job: str, rank: int) -> Identity:
 
 
 def test_the_spans_of_a_rank_arrive_while_another_user_attacks(
-    start_agent: Fixture, server: Any, make_rank: Fixture, wait_for: Fixture, memory: Path
+    memory: Path, start_agent: Fixture, server: Any, make_rank: Fixture, wait_for: Fixture
 ) -> None:
     directory = memory / "node"
     start_agent("--node-directory", str(directory))
