@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from paceline_agent.collect.contract import Collector, Context
 from paceline_wire import ring
 from paceline_wire.batch import Batch, CommandResult, Event, decode
 from paceline_wire.commands import Command, Ping, encode_line
@@ -122,6 +124,23 @@ class StubServer:
                     yield encode_line(command)
                     sent += 1
             await run_in_threadpool(time.sleep, 0.02)
+
+
+@pytest.fixture(autouse=True)
+def _close_collectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the files of the collectors that a test has created."""
+    created: list[Collector] = []
+    initialize = Collector.__init__
+
+    def remember(collector: Collector, context: Context) -> None:
+        initialize(collector, context)
+        created.append(collector)
+
+    monkeypatch.setattr(Collector, "__init__", remember)
+    yield
+    for collector in created:
+        with contextlib.suppress(AttributeError):  # one that was unavailable has opened nothing
+            collector.close()
 
 
 @pytest.fixture(name="wait_for")
