@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from tests.ports import free_port
+from tests.waiting import wait_for
 
 SCRIPT = Path(__file__).parent / "train.py"
 STEPS = 400
@@ -33,6 +33,13 @@ def start(*arguments: str, directory: Path, **settings: str) -> subprocess.Popen
         )
 
 
+def responds(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=60).is_success
+    except httpx.HTTPError:
+        return False
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The answers of the API about a training that has ended."""
@@ -44,7 +51,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         directory=directory,
     )
     try:
-        wait_for(lambda: httpx.get(f"{url}/readyz").is_success)
+        wait_for(lambda: responds(url), "the server")
         training = start(
             *("watch", "--server", url, "--", sys.executable, "-m", "torch.distributed.run"),
             *("--nproc-per-node=1", f"--master-port={free_port()}", str(SCRIPT), str(STEPS)),
@@ -58,25 +65,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             (found,) = httpx.get(f"{url}/api/v1/jobs").json()["items"]
             return found["id"] if found["state"] == "finished" else None
 
-        job = wait_for(ended)
+        job = wait_for(ended, "the end of the job")
         shown = httpx.get(f"{url}/api/v1/jobs/{job}").json()
         steps = httpx.get(f"{url}/api/v1/jobs/{job}/steps").json()
         yield shown | {"steps_shown": steps, "log": (directory / "watch.log").read_text()}
     finally:
         server.terminate()
         server.wait(60)
-
-
-def wait_for(condition: Any) -> Any:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            if found := condition():
-                return found
-        except httpx.HTTPError:
-            pass
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def test_the_steps_of_the_script_are_recognized(job: dict[str, Any]) -> None:

@@ -44,6 +44,13 @@ def boundary(device_catches_up=True):
 
 boundary()
 """
+BATCH = """
+group = dist.group.WORLD
+group._start_coalescing(torch.device("cuda", 0))
+group.send([tensor], 1, 0)
+group.recv([tensor], 1, 0)
+work = group._end_coalescing(torch.device("cuda", 0))
+"""
 END = """
 boundary()
 boundary()
@@ -140,15 +147,7 @@ reader.close()
 
 
 def test_the_calls_of_a_batch_share_its_work(run: Run) -> None:
-    spans = run("""
-group = dist.group.WORLD
-group._start_coalescing(torch.device("cuda", 0))
-group.send([tensor], 1, 0)
-group.recv([tensor], 1, 0)
-work = group._end_coalescing(torch.device("cuda", 0))
-cuda.kernel(1.0)
-work.wait()
-""")
+    spans = run(BATCH + "cuda.kernel(1.0); work.wait()")
     calls = [span for span in spans if span.flags == Flag.DEVICE | Flag.ASYNC]
     waits = [span for span in spans if span.flags == Flag.DEVICE | Flag.WAIT]
     assert sorted(span.op for span in calls) == sorted(span.op for span in waits)
@@ -159,14 +158,7 @@ work.wait()
 
 
 def test_a_batch_without_a_wait_is_recorded_once_it_is_complete(run: Run) -> None:
-    spans = run("""
-group = dist.group.WORLD
-group._start_coalescing(torch.device("cuda", 0))
-group.send([tensor], 1, 0)
-group.recv([tensor], 1, 0)
-work = group._end_coalescing(torch.device("cuda", 0))
-cuda.kernel(30.0)
-""")
+    spans = run(BATCH + "cuda.kernel(30.0)")
     assert [span.flags for span in spans] == [Flag.ASYNC] * 2
 
 

@@ -420,12 +420,7 @@ class Recorder {
                 call.kept = work;
             if (call.polled)
                 poll(POLLED_PER_LAUNCH);
-            const int known = find_work(call.work);
-            if (known >= 0) { /* the address of a Work that is gone */
-                remove(known);
-                end_all_unwaited(known);
-            }
-            in_flight.push_back({call.work, index});
+            add(index);
             latest = index;
             latest_generation = generation;
             if (task >= 0 && task != watched_task) {
@@ -473,12 +468,7 @@ class Recorder {
         call.kept = work;
         call.polled = true;
         call.work = work.get();
-        const int known = find_work(call.work);
-        if (known >= 0) {
-            remove(known);
-            end_all_unwaited(known);
-        }
-        in_flight.push_back({call.work, leader});
+        add(leader);
     }
 
     /* Completion: on the backend's thread */
@@ -1003,6 +993,18 @@ class Recorder {
             if (in_flight[i].work == work)
                 return in_flight[i].index;
         return -1;
+    }
+
+    /* Add a call to those in flight. */
+    void add(int index)
+    {
+        const void *work = calls[index].work;
+        const int known = find_work(work);
+        if (known >= 0) { /* the address of a Work that is gone */
+            remove(known);
+            end_all_unwaited(known);
+        }
+        in_flight.push_back({work, index});
     }
 
     void remove(int index)

@@ -48,8 +48,8 @@ NO_CALL = (1 << 64) - 1  # after the last call of a batch
 
 def recorder_of_process_groups(recorder: Recorder) -> ProcessGroupRecorder | NativeRecorder:
     """Return the recorder of process groups: the library if it is usable, otherwise Python."""
-    torch = sys.modules["torch"]
-    accelerator = torch.accelerator.current_accelerator() if _has_device(torch) else None
+    devices: Any = sys.modules["torch"].accelerator
+    accelerator = devices.current_accelerator() if devices.is_available() else None
     if Writer is pure_python.Writer or (accelerator is not None and accelerator.type != "cuda"):
         return ProcessGroupRecorder(recorder)
     library = Library.load()
@@ -59,10 +59,6 @@ def recorder_of_process_groups(recorder: Recorder) -> ProcessGroupRecorder | Nat
     if accelerator is not None and not library.functions.pl_measures_devices():
         return ProcessGroupRecorder(recorder)
     return NativeRecorder(recorder, library)
-
-
-def _has_device(torch: Any) -> bool:
-    return bool(torch.accelerator.is_available())
 
 
 class Library:

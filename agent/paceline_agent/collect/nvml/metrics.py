@@ -329,7 +329,7 @@ METRICS = (
         metric_names.RANK_GPU_OTHERS_UTILIZATION_RATIO,
         "gauge",
         "ratio",
-        "Share of time in which kernels of those processes ran; absent if there are none.",
+        "Share of time in which kernels of such other processes ran; absent without any.",
     ),
     Metric(
         metric_names.RANK_GPU_UTILIZATION_RATIO,

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline_server.detect.causes.checks.gpu_errors import PROGRAM_XIDS
 from paceline_wire.batch import OF_ANOTHER_PROCESS, DeviceEvent
 
 _DETAIL = re.compile(
@@ -26,8 +27,6 @@ _FATAL = frozenset({46, 48, 54, 62, 64, 79, 95, 109, 110, 119, 120, 136, 140, 14
 _WARNINGS = frozenset({13, 31, 63, 74, 92, 94, *range(144, 151), 167, 168, 169, 171, 172})
 # XIDs that follow from a killed process, or from an error that is reported separately.
 _CONSEQUENCES = frozenset({43, 45, 154})
-# XIDs that one process causes. They concern no other process on the GPU.
-_OF_A_PROCESS = frozenset({13, 31, 43, 45})
 _RANK = re.compile(r"\[rank \d+ of (?P<job>[^]]*)\]")
 _MEANINGS: Mapping[int, str] = {
     31: "GPU memory page fault",
@@ -82,7 +81,7 @@ def gpu_error_of(event: DeviceEvent) -> GpuError | None:
 def is_of_another_job(event: DeviceEvent, job: str) -> bool:
     """Return whether an XID is the fault of a process that belongs to no rank of the job."""
     match = _DETAIL.match(event.detail) if event.kind == "xid" else None
-    if match is None or int(match["code"]) not in _OF_A_PROCESS:
+    if match is None or str(int(match["code"])) not in PROGRAM_XIDS:
         return False
     rank = _RANK.search(event.detail)
     return OF_ANOTHER_PROCESS in event.detail or (rank is not None and rank["job"] != job)
