@@ -49,13 +49,19 @@ def fatal_findings(draft: Draft) -> list[Finding]:
 
 
 def is_progressing(draft: Draft) -> bool:
-    """Return whether all ranks run and make progress."""
+    """Return whether all ranks run and make progress, and their nodes respond."""
+    return bool(draft.ranks) and not has_stopped(draft) and not silent_agents(draft)
+
+
+def has_stopped(draft: Draft) -> bool:
+    """Return whether the generation no longer trains.
+
+    A silent agent is not enough, because its ranks may train: a lost node is a fatal finding.
+    """
     return (
-        draft.view.highest_step is not None
-        and bool(draft.ranks)
-        and not any(rank.state == "exited" for rank in draft.ranks)
-        and not silent_agents(draft)
-        and not fatal_findings(draft)
+        draft.view.highest_step is None
+        or any(rank.state == "exited" for rank in draft.ranks)
+        or bool(fatal_findings(draft))
     )
 
 

@@ -128,6 +128,21 @@ def test_a_planned_restart_waits_while_a_node_is_silent(world: World) -> None:
     assert not world.restart_actions()
 
 
+def test_a_planned_restart_is_called_off_if_an_agent_is_silent_while_its_ranks_train(
+    world: World,
+) -> None:
+    world.policy = Policy(mode="auto", node_lease_seconds=3.0)
+    world.run(5.0)
+    world.answers = False  # for example during a long evaluation
+    world.tick((world.finding(),))
+    world.until(lambda: world.phase() == "checkpoint")
+    world.nodes["node-0"].connected = False
+    world.detects = False  # other ranks communicate with those of the node
+    world.until(lambda: world.restart_actions()[0].state == "failed", seconds=60.0)
+    assert (world.state, world.generation) == ("running", 1)
+    assert "Called off: no checkpoint could be saved" in str(world.restart_actions()[0].error)
+
+
 def test_a_job_without_a_step_is_started_again_without_a_person() -> None:
     world = World(policy=Policy(mode="default"))
     world.can_checkpoint = None

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from msgspec.structs import replace
-from simulated_job import DP, JOB, SimulatedJob
+from simulated_job import DP, JOB, WORLD, SimulatedJob
 
 from paceline_server.detect.finding import Finding
 from paceline_wire.batch import RankExited, Sample
@@ -435,6 +435,38 @@ def test_a_silent_node_is_lost_after_its_lease(job):
     assert found.suspects_node
     assert not found.can_checkpoint
     assert silent(job, 10) == []
+
+
+def with_collectives(job: SimulatedJob, node: str, seconds: float, count: int, op: Op) -> list[str]:
+    """Let the ranks of all other nodes finish `count` collectives per second of that node's group.
+
+    Return the summaries of the findings.
+    """
+    job.muted_nodes = {node}
+    findings = []
+    for _ in range(round(seconds / 0.5)):
+        job.now_ns += 500_000_000
+        finished = 100 + count * (job.now_ns // 10**9 % 1000)
+        progress = GroupProgress(WORLD, finished + 1, finished, job.now_ns, op)
+        for each in job.nodes:
+            if each != node:
+                events = [job.state(rank, groups=[progress]) for rank in job.on_node(each)]
+                job.engine.feed(job.batch(each, events=events), job.now_ns)
+        findings += job.tick(job.now_ns).findings
+    return [each.summary for each in findings if each.cause == "node lost"]
+
+
+def test_a_silent_node_is_not_lost_while_others_communicate_with_its_ranks(job):
+    assert with_collectives(job, "node-2", 60, count=3, op=Op.ALL_REDUCE) == []
+    # Lost, a lease after the last sign.
+    assert with_collectives(job, "node-2", 3.5, count=0, op=Op.ALL_REDUCE) == []
+    [summary] = with_collectives(job, "node-2", 3, count=0, op=Op.ALL_REDUCE)
+    assert summary.startswith("Node node-2 with ranks 4, 5 is lost: silent for 6")
+
+
+def test_what_ranks_finish_without_the_silent_node_is_no_sign_of_it(job):
+    # A broadcast that its root finishes alone.
+    assert len(with_collectives(job, "node-2", 7, count=3, op=Op.BROADCAST)) == 1
 
 
 def test_a_lost_node_explains_the_exits_of_its_peers(job):

@@ -9,6 +9,7 @@ from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.kinds import FAILURE, Kind
 from paceline_server.detect.lost_node.settings import DEFAULTS, LostNodeSettings
+from paceline_server.detect.lost_node.signs_of_life import SignsOfLife
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.rank_list import ranks_text
 from paceline_server.policy import Policy
@@ -24,7 +25,8 @@ class LostNodeDetector(Detector):
     down than all of them, so that they are lost only after a longer time in which other nodes of
     the fleet respond; without such nodes nothing is reported. If batches of other nodes arrive
     late, because the server was stopped, is overloaded or rejects what it cannot store, the lease
-    is extended by that delay.
+    is extended by that delay. A node whose ranks still take part in the collectives and transfers
+    of other nodes is not lost: only its agent is away.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (FAILURE,)
@@ -40,6 +42,7 @@ class LostNodeDetector(Detector):
         self._witnessed_since_ns: int | None = None  # other nodes respond
         self._lost: dict[str, Finding] = {}
         self._delay_seconds = 0.0
+        self._signs = SignsOfLife(generation)
         self._ranks_on: dict[str, list[int]] = defaultdict(list)
         for rank, node in generation.nodes.items():
             self._ranks_on[node].append(rank)
@@ -53,8 +56,10 @@ class LostNodeDetector(Detector):
         elapsed = (observation.now_ns - self._last_tick_ns) / 1e9
         self._last_tick_ns = observation.now_ns
         nodes = sorted(self._ranks_on)
-        silence = {node: self._silent_seconds(node, observation) for node in nodes}
         lease = self.policy.node_lease_seconds
+        silence = {node: self._silent_seconds(node, observation) for node in nodes}
+        quiet = {node for node in nodes if silence[node] >= lease * self.settings.quiet_leases}
+        self._signs.update(quiet, observation)
         responding = [node for node in nodes if silence[node] < lease]
         # If batches are late by this much, any node's batch may take as long to arrive.
         self._delay_seconds = max(
@@ -71,7 +76,8 @@ class LostNodeDetector(Detector):
             silence = dict.fromkeys(nodes, seconds)
         findings = []
         for node, seconds in silence.items():
-            if seconds >= lease and node not in self._lost:
+            is_over = self._signs.age_seconds(node, observation.now_ns) >= lease
+            if seconds >= lease and is_over and node not in self._lost:
                 self._lost[node] = self._failure(node, seconds, observation)
                 findings.append(self._lost[node])
         # Not cleared if the node responds again: its ranks may have died meanwhile.
@@ -113,6 +119,11 @@ class LostNodeDetector(Detector):
                 self.policy.node_lease_seconds,
             )
         ]
+        age = self._signs.age_seconds(node, observation.now_ns)
+        if age < seconds:
+            evidence.append(
+                Evidence(f"other ranks communicated with its ranks until {age:.1f} s ago")
+            )
         ended = sorted(rank for rank in observation.exited if rank not in ranks)
         if ended:
             evidence.append(Evidence(f"{ranks_text(ended)} ended meanwhile"))

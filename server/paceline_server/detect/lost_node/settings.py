@@ -15,6 +15,9 @@ class LostNodeSettings:
     # After a longer pause between two ticks, during which the server received nothing, silence is
     # measured from then on.
     own_pause_seconds: float = 2.0
+    # After this share of the lease, the ranks of other nodes are searched for signs that those of
+    # the node still work.
+    quiet_leases: float = 0.3
     # If all of several nodes are silent, while other nodes respond, they are lost after so many
     # leases: the network between may be down, and the job go on.
     leases_of_all: float = 12.0
