@@ -18,13 +18,13 @@ def torch_alone() -> Iterator[None]:
     library, events = Library.load(), TorchEvents.get()
     if library is None:
         raise RuntimeError("run `python -m paceline.collectives` first: the library is not built")
-    reported = events.recognition, events.recorder, events.checkpoint
+    reported = events.recognition, events.recorder, events.checkpoints, events.saves
     library.detach()
     events.stop()
     try:
         yield
     finally:
         library.attach()
-        recognition, recorder, checkpoint = reported
-        if recognition is not None and recorder is not None and checkpoint is not None:
-            events.start(recognition, recorder, checkpoint)
+        recognition, recorder, checkpoints, saves = reported
+        if recognition and recorder and checkpoints and saves:
+            events.start(recognition, recorder, checkpoints, saves)

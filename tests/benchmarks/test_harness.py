@@ -89,3 +89,27 @@ def test_every_module_is_a_benchmark() -> None:
         timeout=60,
     )
     assert {"hooks_unit_costs", "hooks_overhead", "wire_codec"} <= set(listed.stdout.split())
+
+
+_ALONE = """
+from unittest.mock import Mock
+
+import torch
+
+from benchmarks.harness.torch_alone import torch_alone
+from paceline.torch_events import TorchEvents
+
+names = ["recognition", "recorder", "checkpoints", "saves"]
+events, parts = TorchEvents.get(), [Mock() for _ in names]
+events.start(*parts)
+with torch_alone():
+    assert [getattr(events, name) for name in names] == [None] * 4
+assert [getattr(events, name) for name in names] == parts
+"""
+
+
+def test_the_hooks_report_again_after_torch_ran_alone():
+    ran = subprocess.run(
+        [sys.executable, "-c", _ALONE], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    assert ran.returncode == 0, ran.stderr
