@@ -177,7 +177,7 @@ class ReplicaCheck:
         self._queue: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
         self._off: set[int] = set()  # sets with a mismatch, or that are no replicas
         self._agreed: dict[tuple[int, int], int] = {}  # by set and piece: step
-        self._ended: float | None = None  # time of the last step's end
+        self._last: tuple[int, float] | None = None  # step and time of the last check
         self._step_seconds = math.inf
         self._checks = 0
         self._cost_seconds = 0.0
@@ -188,18 +188,19 @@ class ReplicaCheck:
 
     def step_ended(self, step: int) -> None:
         """Take the checksums if it is time. `step`: completed steps, the same on all ranks."""
-        if step % self.every == 0:
-            begun = self._clock()
-            for number, one in enumerate(self._sets):
-                if number not in self._off:
-                    self._queue.put(self._take(number, step, one))
-            self._measure(self._clock() - begun)
-        now = self._clock()
-        if self._ended is not None:
-            seconds = now - self._ended
+        if step % self.every:
+            return
+        begun = self._clock()
+        if self._last is not None and step > self._last[0]:
+            seconds = (begun - self._last[1]) / (step - self._last[0])
             before = self._step_seconds
-            self._step_seconds = seconds if math.isinf(before) else 0.9 * before + 0.1 * seconds
-        self._ended = now
+            self._step_seconds = seconds if math.isinf(before) else 0.5 * before + 0.5 * seconds
+        for number, one in enumerate(self._sets):
+            if number not in self._off:
+                self._queue.put(self._take(number, step, one))
+        ended = self._clock()
+        self._measure(ended - begun)
+        self._last = step, ended
 
     def _take(self, number: int, step: int, one: ReplicaSet) -> _Taken:
         piece = one.piece(step)
