@@ -137,10 +137,12 @@ def evaluate(
         arm = repair.RepairArm(chosen, trials, seed)
         results = repair.RepairResults()
         repair_progress = _ProgressLine(arm.total, misses)
-        with _figures_of_part(repair_progress):
-            arm.run(repair_progress.add, results)
-        result = repair_report.figures(results, arm.skipped)
-        _print(result, repair_report, as_json, as_markdown, output)
+        try:
+            with _figures_of_part(repair_progress):
+                arm.run(repair_progress.add, results)
+        finally:  # those of the trials before an error, too
+            result = repair_report.figures(results, arm.skipped)
+            _print(result, repair_report, as_json, as_markdown, output)
         repair_progress.exit_if_interrupted()
         return
     verdicts: list[TrialVerdict] = []

@@ -162,8 +162,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             ge=2,
             le=_DAY_SECONDS,
             description="A job without progress of any rank for longer is reported as hung, "
-            "unless the blocking operation usually takes more than a third of that time. 2.4 s is "
-            "reported within 3 s: agents read the state pages every 0.5 s.",
+            "unless the blocking operation usually takes more than a third of that time, or a step "
+            "more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: "
+            "agents read the state pages every 0.5 s.",
         ),
     ] = 2.4
     hang_checkpoint_seconds: Annotated[

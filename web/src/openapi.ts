@@ -1599,7 +1599,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;
@@ -1837,7 +1837,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;
@@ -2551,7 +2551,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;
@@ -2772,7 +2772,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from paceline_evaluation.foreign.network_nodes import NetworkNodes, why_unavaila
 NODES = 4  # a job of two nodes, and two spares
 DISK_MEBIBYTES = 400
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
+_REAPED_SECONDS = 30.0
 _FAKE_CLOCK = Path(__file__).with_name("fake_clock.c")
 
 Database = Literal["postgresql", "sqlite"]
@@ -46,7 +48,11 @@ class PostgreSQL:
         self.url: str = self._server.get_uri()
 
     def start(self) -> None:
-        """Start the server again after its end."""
+        """Start the server again after it was killed."""
+        # The library and PostgreSQL take a process that was not reaped yet for a running server.
+        deadline = time.monotonic() + _REAPED_SECONDS
+        while Path(f"/proc/{self.pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
         # The library keeps servers by directory, including dead ones.
         type(self._server)._instances.pop(self.directory.resolve(), None)
         self._server = self._open()

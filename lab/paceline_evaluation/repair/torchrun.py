@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+import click
+
 from paceline_demo.cluster import MARK, free_port, processes_with, start_process
 from paceline_demo.faults import descendants
 from paceline_evaluation.foreign.network_nodes import NetworkNodes
@@ -176,6 +178,8 @@ def _ordered(kind: str, **order: int) -> Inject:
 
 def _some_node(job: TorchrunJob) -> int:
     nodes = {job.node_of(pid) for pid in job.log.pids().values()} - {None}
+    if not nodes:
+        raise click.ClickException("no rank runs")
     return job.chance.choice(sorted(node for node in nodes if node is not None))
 
 
@@ -274,7 +278,12 @@ def _play(trial: PlannedTrial, job: TorchrunJob) -> TrialResult:
     pids, newest = job.log.pids(), job.log.newest()
     committed = job.training.committed(job.checkpoints)
     injected = time.monotonic()
-    heal = FAULTS[plan.name](job)
+    try:
+        heal = FAULTS[plan.name](job)
+    except click.ClickException as error:
+        result.outcome = f"not played: {error.message}"
+        job.end()
+        return result
 
     def is_reached() -> bool:
         now = job.log.pids()

@@ -167,7 +167,8 @@ class Observation:
     telemetry: Telemetry
     groups: Groups
     sections: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (rank, id) -> name
-    step_seconds_p99: float | None = None  # over the recent steps of this generation
+    step_seconds: float | None = None  # median of the recent steps of this generation
+    step_seconds_p99: float | None = None
     steps_finished: int = 0  # in this generation
     timings: Sequence[StepTiming] = ()  # one for each of `steps`, in the same order
     replay: RunReplay | None = None  # replay of the recent steps

@@ -338,6 +338,7 @@ class RunningGeneration:
             telemetry=telemetry,
             groups=self.model.groups,
             sections=self._sections,
+            step_seconds=median(self._durations) if self._durations else None,
             step_seconds_p99=self._step_seconds_p99(),
             steps_finished=self._steps_finished,
             stacks=self._stacks,

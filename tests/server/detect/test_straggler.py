@@ -325,6 +325,51 @@ def test_a_rank_that_evaluates_now_and_then_is_no_straggler():
         assert run.advance(1) == []
 
 
+def advance_in_turns(
+    run: TimedRun, steps: int, every: int, slow: dict[int, float]
+) -> list[Finding]:
+    """Let the ranks be slow in one of `every` steps."""
+    found = []
+    for _ in range(steps):
+        run.slow = slow if run.step % every == 0 else {}
+        found += run.advance(1)
+    return found
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("topology", [DEMO, Topology(4, 1, 1)])
+def test_a_rank_that_is_slow_in_some_steps_is_found_and_cleared(topology, every):
+    run = watched(topology, 5)
+    run.advance(70)
+    found = advance_in_turns(run, 48, every, {1: 2.5})
+    assert named(found) == [(1, [], False)]
+    assert found[0].slowdown == pytest.approx(1.0 + 1.5 / every, rel=0.2)
+    assert 60 <= found[0].onset_step <= 80
+    assert "on average" in found[0].summary
+    assert "slow in some steps only" in found[0].summary
+    run.slow = {}
+    *milder, last = run.advance(60)
+    assert named([last]) == [(1, [], True)]
+    assert all(one.rank == 1 and one.slowdown < found[0].slowdown for one in milder)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_phases_of_varying_length_in_some_steps_make_no_straggler(seed):
+    """Rollouts before every third step: each rank's are of another length each time."""
+    run = watched(Topology(4, 1, 1), seed, microbatches=1)
+    chance = np.random.default_rng(seed + 100)
+    for _ in range(200):
+        lengths = 8.0 * np.exp(chance.normal(0.0, 0.3, 4))
+        run.slow = dict(enumerate(lengths.tolist())) if run.step % 3 == 0 else {}
+        run.advance(1)
+    assert run.findings == []
+
+
+def test_a_rank_with_more_to_do_in_some_steps_from_the_start_is_no_straggler():
+    run = watched(DEMO, 5)
+    assert advance_in_turns(run, 200, 10, {0: 4.0}) == []
+
+
 def test_frequent_stalls_everywhere_delay_the_finding():
     # an outlier in one of thirteen steps of each rank
     run = watched(DEMO, 34, noise=Noise(outliers=0.005))

@@ -1,8 +1,9 @@
 """Detect a hung job and name the rank that blocks it.
 
 A job hangs if the state page of every living rank has been unchanged for long enough, in recent
-reports. The limit is three times the usual duration of the culprit's operation; less if a process
-is stopped or gone, which is certain; more while the job starts, evaluates or saves a checkpoint.
+reports. The limit is three times the usual duration of the culprit's operation, and at least two
+steps or 20 s; less if a process is stopped or gone, which is certain; more while the job starts,
+evaluates or saves a checkpoint.
 
 The verdict has three steps, one module each: who waits for whom (`wait_for_graph`), who is to blame
 (`culprit`), and why (`verdict`); `sentences` writes the summary. After the first report the
@@ -272,7 +273,12 @@ class HangDetector(Detector):
         measured = [seconds for seconds in usual if seconds is not None]
         if not measured or len(measured) < len(usual):
             return max(policy.hang_after_seconds, step_limit)
-        limit = max(policy.hang_after_seconds, settings.step_multiple * max(measured))
+        stall = settings.least_steps * (observation.step_seconds or 0.0)
+        limit = max(
+            policy.hang_after_seconds,
+            settings.step_multiple * max(measured),
+            min(stall, settings.least_steps_seconds),
+        )
         if any(map(_waits_for_data, blamed)):
             limit = max(limit, step_limit)  # a slow read is as long as a step, and no hang
         return 2 * limit if any(_lacks_cpu(live) for live in blamed) else limit

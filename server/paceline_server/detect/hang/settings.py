@@ -11,6 +11,10 @@ class HangSettings:
 
     # Multiple of the usual (p99) duration of the operation, or of the step.
     step_multiple: float = 3.0
+    # Multiple of the median step, and its most: an operation that stalls for as long as a step or
+    # two (a page-out, another process) is no hang, and a restart of the job would cost more.
+    least_steps: float = 2.0
+    least_steps_seconds: float = 20.0
     # The agent itself must have read the same state page for this long (four reads), whatever times
     # the page contains.
     observed_seconds: float = 1.5

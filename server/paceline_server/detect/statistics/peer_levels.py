@@ -107,6 +107,10 @@ class PeerLevels:
         """Return the sum of the reported rises of each series; 0 where there are none."""
         return np.maximum(self._explained[-1], 0.0)
 
+    def was_explained(self, series: int, steps: int) -> bool:
+        """Return whether a rise of the series was reported for any of the newest steps."""
+        return any(known[series] > 0.0 for known in list(self._explained)[-steps:])
+
     def recent(self, series: Sequence[int], steps: int) -> Floats:
         """Return the levels of the series in the newest steps, without the reported rises."""
         columns = list(series)
@@ -175,6 +179,14 @@ class PeerLevels:
         block = np.convolve(below, np.ones(FOLLOWED_STEPS), "valid") > FOLLOWED_STEPS / 2.0
         places = np.flatnonzero(block)
         return len(below) - (int(places[-1]) + FOLLOWED_STEPS // 2 if places.size else 0)
+
+    def share_above(self, series: int, steps: int, size: float) -> float:
+        """Return in which share of the newest steps the series exceeded its usual level by
+        `size`."""
+        newest = self._monitor.values[-steps:, series]
+        newest = newest[~np.isnan(newest)]
+        above = newest >= self._monitor.center[series] + size
+        return float(above.mean()) if newest.size else 0.0
 
     def steps_since_jump(self, series: int, size: float) -> int | None:
         """Return for how many newest steps the series has been at its new level, `size` above the

@@ -6,11 +6,12 @@ that all ranks share is subtracted: a slow host is not a straggler. A level that
 high is a straggler, and the step in which it rose is the onset. A level that was always high is a
 property of the model, not a fault, unless it is too high for that.
 
-Three kinds of slowness never make a level rise. A stall in one microbatch of each step is trimmed
+Four kinds of slowness never make a level rise. A stall in one microbatch of each step is trimmed
 away, so the difference between a rank's total compute and its typical microbatch is also watched as
 a level. So is a rank's time outside of its microbatches in which it does not wait for others: it
-logs, reads a file, sorts a list. And a slow creep has no onset step, so levels are compared with
-those of the first steps (`creep`).
+logs, reads a file, sorts a list. A rank that is slow in every third step, such as the first one
+after a rollout, is not slow in most steps, so the sums over blocks of steps are watched as well.
+And a slow creep has no onset step, so levels are compared with those of the first steps (`creep`).
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ from paceline_server.detect.reporting import because, cost_of, cost_text, is_ali
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.change_point import (
+    AGREEING,
     KEPT,
     MAD_TO_SIGMA,
+    NEWEST,
+    NEWEST_APART,
     Shift,
     column_medians,
 )
@@ -65,9 +69,10 @@ Floats = npt.NDArray[np.float64]
 RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers are not more precise
 STEPS_BETWEEN_CHRONIC_CHECKS = 8
 CHANCE_SIGMAS = 4.0  # a difference this many times larger than those of the others is its own
+BLOCK_STEPS = 8  # whose sums are compared
 ALIKE = 0.2  # relative change of a slowdown that is too small to report again
 
-Way = Literal["steady", "stalls", "host", "creeps"]
+Way = Literal["steady", "stalls", "host", "recurs", "creeps"]
 _WAYS: dict[Way, str] = {
     "steady": "has been {slowdown:.2f}x slower than {whom} since step {onset}",
     "stalls": (
@@ -77,6 +82,10 @@ _WAYS: dict[Way, str] = {
     "host": (
         "has been {slowdown:.2f}x slower than {whom} since step {onset} (in host code outside of "
         "its forwards and backwards)"
+    ),
+    "recurs": (
+        "has been {slowdown:.2f}x slower than {whom} on average since step {onset} (slow in some "
+        "steps only)"
     ),
     "creeps": "has gradually become {slowdown:.2f}x slower than {whom} since about step {onset}",
 }
@@ -111,7 +120,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
 
     Fingerprints `straggler:RANK`, `straggler:node:NODE` and `straggler:stage:STAGE`;
     `straggler:stalls:...` for stalls in single microbatches, `straggler:host:...` for time outside
-    of microbatches; `straggler:chronic:RANK` for advice.
+    of microbatches, `straggler:recurs:...` for slowness in some steps only;
+    `straggler:chronic:RANK` for advice.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (STRAGGLER,)
@@ -127,16 +137,25 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         self._stages = topology.pp
         self._units = SlowUnits(generation)
         self._loads = ComputeLoads(topology)
-        self._levels, self._stalls, self._host = (
+        least, alarms = policy.straggler_slowdown, settings.false_alarms_per_step
+        self._levels, self._stalls, self._host, self._blocks = (
             PeerLevels(
                 topology.world_size,
-                smallest=math.log(policy.straggler_slowdown),
-                false_alarms=settings.false_alarms_per_step,
+                smallest=math.log(slowdown),
+                false_alarms=false_alarms,
                 resolution=RESOLUTION,
                 is_spiky=is_spiky,
+                newest=newest,
             )
-            for is_spiky in (False, True, True)
+            for is_spiky, slowdown, false_alarms, newest in (
+                (False, least, alarms, NEWEST),
+                (True, least, alarms, NEWEST),
+                (True, least, alarms, NEWEST),
+                # Sums over steps scatter little: three are enough.
+                (True, max(least, settings.recurring_slowdown), alarms * BLOCK_STEPS, NEWEST_APART),
+            )
         )
+        self._block = np.zeros((2, topology.world_size))  # sums of own and of expected time
         self._creep = Creep(
             generation,
             slowdown=settings.creep_slowdown,
@@ -146,7 +165,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         # Levels relative to the stage's other ranks, for slowness from the first step on.
         self._against_peers: deque[Floats] = deque(maxlen=KEPT)
         self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
-        self._own_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)  # with those of the host
+        # With those of the host.
+        self._own_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS * BLOCK_STEPS)
         self._steps: deque[_ComputeStep] = deque(maxlen=KEPT)
         self._chronic: dict[int, Finding] = {}
 
@@ -168,11 +188,23 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             self._host.push(load.with_host())
         self._against_peers.append(self._relative_to_peers(typical))
         self._self_seconds.append(load.self_seconds)
-        self._own_seconds.append(load.self_seconds + load.host_seconds)
+        own_seconds = load.self_seconds + load.host_seconds
+        self._own_seconds.append(own_seconds)
+        self._block += np.nan_to_num([own_seconds, load.self_seconds * np.exp(-load.total)])
+        if not self._levels.pushed % BLOCK_STEPS:
+            self._push_block()
         ranks = timing.ranks
         started_ns = int(ranks.start_ns.min()) if ranks.rank.size else 0
         seconds = float(np.median(ranks.step_seconds)) if ranks.rank.size else math.nan
         self._steps.append(_ComputeStep(timing.step, started_ns, seconds))
+
+    def _push_block(self) -> None:
+        own, expected = self._block
+        level = np.full(own.size, np.nan)
+        known = (own > 0.0) & (expected > 0.0)
+        level[known] = np.log(own[known] / expected[known])
+        self._blocks.push(level)
+        self._block = np.zeros_like(self._block)
 
     def _relative_to_peers(self, levels: Floats) -> Floats:
         """Return each rank's level minus the median of the other ranks of its stage."""
@@ -193,6 +225,9 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             new[active.unit.fingerprint] = active
         if self._host.pushed:
             for active in self._risen("host", self._host):
+                new[active.unit.fingerprint] = active
+        if not self._levels.pushed % BLOCK_STEPS:
+            for active in self._risen("recurs", self._blocks):
                 new[active.unit.fingerprint] = active
         now_ns = self._steps[-1].ended_ns
         return [
@@ -220,6 +255,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()
         for shift in levels.rises():
+            if way == "recurs" and not self._recurs(shift):
+                continue
             if shift.series not in done and (way == "steady" or self._lasts(levels, shift)):
                 active = self._begin(way, levels, shift)
                 done.update(active.unit.ranks)
@@ -233,11 +270,19 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             and accidents <= self.settings.false_alarms_per_step
         )
 
+    def _recurs(self, shift: Shift) -> bool:
+        """Return whether a rise of blocks is not one of all their steps, which is found sooner."""
+        steps = shift.steps * BLOCK_STEPS
+        others = [self._levels, self._stalls] + [self._host] * (self._host.pushed > 0)
+        if any(levels.was_explained(shift.series, steps) for levels in others):
+            return False
+        return self._levels.share_above(shift.series, steps, shift.size / 2.0) < AGREEING
+
     def _begin(self, way: Way, levels: PeerLevels, shift: Shift) -> _ReportedStraggler:
         beside = self._units.beside(shift.series)
         slow = {shift.series, *levels.joined(beside, shift)}
         unit = self._units.name(shift.series, slow)
-        if way in ("stalls", "host"):
+        if way in ("stalls", "host", "recurs"):
             name = unit.fingerprint.removeprefix("straggler:")
             unit = replace(unit, fingerprint=f"straggler:{way}:{name}")
         before = self.reported.get(unit.fingerprint)
@@ -245,7 +290,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             levels.worsen(before.rise, shift.steps)
             return before
         rise = levels.begin(unit.ranks, shift.steps)
-        return self._activate(unit, way, levels, rise, shift.steps)
+        steps = shift.steps * (BLOCK_STEPS if way == "recurs" else 1)
+        return self._activate(unit, way, levels, rise, steps)
 
     def _crept(self) -> Iterator[_ReportedStraggler]:
         for ranks, size in self._creep.found(self._levels):
@@ -294,7 +340,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         typical = column_medians(rows)
         findings = self._chronic_recoveries(rows, observation)
         share = cpu_wait_share(observation, self.generation)
-        own_seconds = float(np.median(np.nan_to_num(column_medians(np.array(self._own_seconds)))))
+        recent = np.array(self._own_seconds)[-FOLLOWED_STEPS:]
+        own_seconds = float(np.median(np.nan_to_num(column_medians(recent))))
         own_share = own_seconds / max(self._recent_step_seconds(), 1e-9)
         accident = math.log(largest_accident(share, measured_ns / 1e9, own_share))
         is_clear = level >= max(self._levels.needed * _error_of_median(rows), accident)
@@ -444,12 +491,12 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         """Return the verdict as of the newest step."""
         unit, before = active.unit, active.finding
         slowdown = self.slowdown(active)
-        is_host = active.way == "host"
+        is_host = active.way in ("host", "recurs")
         self_seconds = self._recent_own_seconds(active)
         speedup = None
         if observation.replay is not None:
             speedup = observation.replay.speedup(ranks=unit.ranks, since_step=before.onset_step)
-        cost_ratio = self._cost_ratio(self_seconds * (1.0 - 1.0 / slowdown), speedup)
+        cost_ratio = self._cost_ratio(active, self_seconds * (1.0 - 1.0 / slowdown), speedup)
         diagnosis = self.diagnose(active, slowdown, observation)
         has_peers = self.generation.topology.world_size > 1
         whom = "its peers" if has_peers else "usual"
@@ -485,11 +532,13 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             counter_evidence=diagnosis.counter_evidence,
         )
 
-    def _cost_ratio(self, extra_seconds: float, speedup: float | None) -> float:
+    def _cost_ratio(
+        self, active: _ReportedStraggler, extra_seconds: float, speedup: float | None
+    ) -> float:
         """Return the share of step time that is lost."""
         if (cost := cost_of(speedup)) is not None:
             return cost
-        step_seconds = self._recent_step_seconds()
+        step_seconds = self._recent_step_seconds(active)
         return min(max(extra_seconds / step_seconds, 0.0), 1.0) if step_seconds > 0 else 0.0
 
     def diagnose(
@@ -509,19 +558,27 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
 
     def _own_share(self, reported: _ReportedStraggler, slowdown: float) -> float | None:
         """Return the own work of its slowest rank at the usual speed, as a share of the step."""
-        own_seconds, step_seconds = self._recent_own_seconds(reported), self._recent_step_seconds()
+        own_seconds = self._recent_own_seconds(reported)
+        step_seconds = self._recent_step_seconds(reported)
         if own_seconds <= 0.0 or not step_seconds > 0.0:
             return None
         return min(own_seconds / slowdown / step_seconds, 1.0)
 
     def _recent_own_seconds(self, reported: _ReportedStraggler) -> float:
         """Return the own work per step of its slowest rank."""
+        ranks = list(reported.unit.ranks)
+        if reported.way == "recurs":
+            return float(np.nan_to_num(self._own_seconds)[:, ranks].mean(axis=0).max())
         seconds = self._own_seconds if reported.way == "host" else self._self_seconds
-        own = column_medians(np.array(seconds)[:, list(reported.unit.ranks)])
+        own = column_medians(np.array(seconds)[-FOLLOWED_STEPS:, ranks])
         return float(np.nan_to_num(own).max())
 
-    def _recent_step_seconds(self) -> float:
-        return float(np.median([step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]))
+    def _recent_step_seconds(self, reported: _ReportedStraggler | None = None) -> float:
+        """Return the usual step time; the mean if a rank is slow in some steps only."""
+        seconds = [step.seconds for step in self._steps]
+        if reported is not None and reported.way == "recurs":
+            return float(np.mean(np.nan_to_num(seconds[-FOLLOWED_STEPS * BLOCK_STEPS :])))
+        return float(np.median(seconds[-FOLLOWED_STEPS:]))
 
 
 def _error_of_median(rows: Floats) -> float:

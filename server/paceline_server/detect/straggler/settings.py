@@ -12,6 +12,8 @@ class StragglerSettings:
     """Thresholds: how long and how clearly a rank must be slow. `Policy` defines how slow."""
 
     false_alarms_per_step: float = FALSE_ALARMS_PER_STEP
+    # Average slowdown from which a rank that is slow in some steps only is reported.
+    recurring_slowdown: float = 1.1
     # Total slowdown from which a slow creep is reported. GPUs of one node drift apart by a few
     # percent as the node warms up ...
     creep_slowdown: float = 1.08
