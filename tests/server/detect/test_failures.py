@@ -437,7 +437,9 @@ def test_a_silent_node_is_lost_after_its_lease(job):
     assert silent(job, 10) == []
 
 
-def with_collectives(job: SimulatedJob, node: str, seconds: float, count: int, op: Op) -> list[str]:
+def with_collectives(
+    job: SimulatedJob, node: str, seconds: float, count: float, op: Op
+) -> list[str]:
     """Let the ranks of all other nodes finish `count` collectives per second of that node's group.
 
     Return the summaries of the findings.
@@ -446,7 +448,7 @@ def with_collectives(job: SimulatedJob, node: str, seconds: float, count: int, o
     findings = []
     for _ in range(round(seconds / 0.5)):
         job.now_ns += 500_000_000
-        finished = 100 + count * (job.now_ns // 10**9 % 1000)
+        finished = 100 + int(count * (job.now_ns // 10**9 % 1000))
         progress = GroupProgress(WORLD, finished + 1, finished, job.now_ns, op)
         for each in job.nodes:
             if each != node:
@@ -462,6 +464,13 @@ def test_a_silent_node_is_not_lost_while_others_communicate_with_its_ranks(job):
     assert with_collectives(job, "node-2", 3.5, count=0, op=Op.ALL_REDUCE) == []
     [summary] = with_collectives(job, "node-2", 3, count=0, op=Op.ALL_REDUCE)
     assert summary.startswith("Node node-2 with ranks 4, 5 is lost: silent for 6")
+
+
+def test_ranks_of_a_silent_node_may_communicate_only_once_in_each_long_step(job):
+    job.host_factor = 12.0
+    job.advance(12)  # steps of 6.7 s
+    assert with_collectives(job, "node-2", 4.0, count=1, op=Op.ALL_REDUCE) == []
+    assert with_collectives(job, "node-2", 90, count=0.1, op=Op.ALL_REDUCE) == []
 
 
 def test_what_ranks_finish_without_the_silent_node_is_no_sign_of_it(job):

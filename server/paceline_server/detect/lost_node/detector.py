@@ -58,7 +58,8 @@ class LostNodeDetector(Detector):
         nodes = sorted(self._ranks_on)
         lease = self.policy.node_lease_seconds
         silence = {node: self._silent_seconds(node, observation) for node in nodes}
-        quiet = {node for node in nodes if silence[node] >= lease * self.settings.quiet_leases}
+        least = lease * self.settings.quiet_leases
+        quiet = {node for node in nodes if silence[node] >= least and node not in self._lost}
         self._signs.update(quiet, observation)
         responding = [node for node in nodes if silence[node] < lease]
         # If batches are late by this much, any node's batch may take as long to arrive.
@@ -75,8 +76,10 @@ class LostNodeDetector(Detector):
                 return []
             silence = dict.fromkeys(nodes, seconds)
         findings = []
+        # Ranks that communicate once in each step give a sign as often.
+        without_sign = max(lease, self.settings.steps_of_sign * (observation.step_seconds or 0.0))
         for node, seconds in silence.items():
-            is_over = self._signs.age_seconds(node, observation.now_ns) >= lease
+            is_over = self._signs.age_seconds(node, observation.now_ns) >= without_sign
             if seconds >= lease and is_over and node not in self._lost:
                 self._lost[node] = self._failure(node, seconds, observation)
                 findings.append(self._lost[node])

@@ -18,6 +18,8 @@ class LostNodeSettings:
     # After this share of the lease, the ranks of other nodes are searched for signs that those of
     # the node still work.
     quiet_leases: float = 0.3
+    # Once there was a sign, the next one may take so many median steps.
+    steps_of_sign: float = 2.0
     # If all of several nodes are silent, while other nodes respond, they are lost after so many
     # leases: the network between may be down, and the job go on.
     leases_of_all: float = 12.0
