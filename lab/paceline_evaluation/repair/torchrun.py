@@ -177,10 +177,11 @@ def _ordered(kind: str, **order: int) -> Inject:
 
 
 def _some_node(job: TorchrunJob) -> int:
-    nodes = {job.node_of(pid) for pid in job.log.pids().values()} - {None}
+    found = map(job.node_of, job.log.pids().values())
+    nodes = sorted({node for node in found if node is not None})
     if not nodes:
         raise click.ClickException("no rank runs")
-    return job.chance.choice(sorted(node for node in nodes if node is not None))
+    return job.chance.choice(nodes)
 
 
 def _node_lost(job: TorchrunJob) -> Callable[[], None]:

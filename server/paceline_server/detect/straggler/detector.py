@@ -255,12 +255,16 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()
         for shift in levels.rises():
-            if way == "recurs" and not self._recurs(shift):
-                continue
-            if shift.series not in done and (way == "steady" or self._lasts(levels, shift)):
+            if shift.series not in done and self._is_found(way, levels, shift):
                 active = self._begin(way, levels, shift)
                 done.update(active.unit.ranks)
                 yield active
+
+    def _is_found(self, way: Way, levels: PeerLevels, shift: Shift) -> bool:
+        """Return whether a rise is slowness of this way, and not chance."""
+        if way == "steady":
+            return True
+        return (way != "recurs" or self._recurs(shift)) and self._lasts(levels, shift)
 
     def _lasts(self, levels: PeerLevels, shift: Shift) -> bool:
         """Return whether stalls are too frequent to be chance, and not explained yet."""
@@ -273,7 +277,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
     def _recurs(self, shift: Shift) -> bool:
         """Return whether a rise of blocks is not one of all their steps, which is found sooner."""
         steps = shift.steps * BLOCK_STEPS
-        others = [self._levels, self._stalls] + [self._host] * (self._host.pushed > 0)
+        others = (self._levels, self._stalls, self._host)
         if any(levels.was_explained(shift.series, steps) for levels in others):
             return False
         return self._levels.share_above(shift.series, steps, shift.size / 2.0) < AGREEING
