@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,16 @@ Database = Literal["postgresql", "sqlite"]
 Need = Literal["network", "clock", "disk", "memory group", "root", "postgresql"]
 
 
+def wait_until(condition: Callable[[], object], seconds: float, interval: float = 0.2) -> bool:
+    """Poll `condition`; return whether it became true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(interval)
+    return True
+
+
 class PostgreSQL:
     """A PostgreSQL server whose processes can be killed, stopped and started again."""
 
@@ -50,9 +60,8 @@ class PostgreSQL:
     def start(self) -> None:
         """Start the server again after it was killed."""
         # The library and PostgreSQL take a process that was not reaped yet for a running server.
-        deadline = time.monotonic() + _REAPED_SECONDS
-        while Path(f"/proc/{self.pid}").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        process = Path(f"/proc/{self.pid}")
+        wait_until(lambda: not process.exists(), _REAPED_SECONDS)
         # The library keeps servers by directory, including dead ones.
         type(self._server)._instances.pop(self.directory.resolve(), None)
         self._server = self._open()

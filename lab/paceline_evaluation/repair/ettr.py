@@ -20,8 +20,8 @@ import time
 from dataclasses import dataclass
 from statistics import mean
 
+from paceline_evaluation.repair.cluster import wait_until
 from paceline_evaluation.repair.trainings import WORLD, StepLog
-from paceline_evaluation.repair.trial import wait_until
 
 MTTF_SECONDS = 60.0
 _SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)

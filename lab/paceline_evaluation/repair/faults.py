@@ -12,9 +12,15 @@ from typing import Any
 
 from paceline_demo.cluster import EmulatedNode
 from paceline_demo.faults import descendants, lose_node
-from paceline_evaluation.repair.cluster import MEMORY_CGROUP, PostgreSQL, lock_sqlite, why_missing
+from paceline_evaluation.repair.cluster import (
+    MEMORY_CGROUP,
+    PostgreSQL,
+    lock_sqlite,
+    wait_until,
+    why_missing,
+)
 from paceline_evaluation.repair.trainings import WORLD
-from paceline_evaluation.repair.trial import FaultPlan, Hit, RunningJob, nodes_of, wait_until
+from paceline_evaluation.repair.trial import FaultPlan, Hit, RunningJob, nodes_of
 
 _LIMIT_BYTES = 64 << 20
 

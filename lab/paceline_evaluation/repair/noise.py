@@ -16,7 +16,8 @@ import numpy as np
 from paceline_evaluation.emission import GENERATION, JOB, START_NS
 from paceline_evaluation.foreign.disturbance import disturb
 from paceline_evaluation.plans import draw_plan
-from paceline_evaluation.repair.trial import RunningJob, wait_until
+from paceline_evaluation.repair.cluster import wait_until
+from paceline_evaluation.repair.trial import RunningJob
 from paceline_evaluation.synthetic_job import SyntheticJob
 from paceline_server.decide.decide import decide
 from paceline_server.decide.types import (

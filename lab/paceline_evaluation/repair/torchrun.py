@@ -28,7 +28,7 @@ import click
 from paceline_demo.cluster import MARK, free_port, processes_with, start_process
 from paceline_demo.faults import descendants
 from paceline_evaluation.foreign.network_nodes import NetworkNodes
-from paceline_evaluation.repair.cluster import why_missing
+from paceline_evaluation.repair.cluster import wait_until, why_missing
 from paceline_evaluation.repair.schedule import PlannedTrial, groups
 from paceline_evaluation.repair.trainings import (
     LOCAL_RANKS,
@@ -42,7 +42,6 @@ from paceline_evaluation.repair.trial import (
     TrialResult,
     judge_recovery,
     send_order,
-    wait_until,
 )
 
 NODES = 3  # two that train, and a spare

@@ -17,7 +17,7 @@ import click
 from paceline_cli.client import Client
 from paceline_demo.cluster import EmulatedNode
 from paceline_demo.training import start_job
-from paceline_evaluation.repair.cluster import Database, Need, RepairCluster
+from paceline_evaluation.repair.cluster import Database, Need, RepairCluster, wait_until
 from paceline_evaluation.repair.trainings import (
     END_MARGIN_STEPS,
     StepLog,
@@ -393,16 +393,6 @@ def _replace(path: Path, text: str) -> None:
     new = path.with_name(f"new.{path.name}")
     new.write_text(text)
     new.rename(path)
-
-
-def wait_until(condition: Callable[[], object], seconds: float, interval: float = 0.2) -> bool:
-    """Poll `condition`; return whether it became true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(interval)
-    return True
 
 
 def unless_away(condition: Callable[[], bool]) -> Callable[[], bool]:
