@@ -32,7 +32,7 @@ import paceline.checkpoints.checkpoints
 
 def train(directory: Path, steps: int) -> dict[str, Any]:
     torch.manual_seed(1)
-    model = DistributedDataParallel(nn.Linear(64, 64))
+    model = DistributedDataParallel(nn.Linear(64, 512))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = paceline.Checkpoints(
         directory / "checkpoints", every=0, memory=True, model=model, optimizer=optimizer

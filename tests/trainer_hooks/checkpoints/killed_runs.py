@@ -42,7 +42,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import paceline
 import paceline.checkpoints.checkpoints
+from paceline.checkpoints.memory import deferred
 
+deferred.LEAST_BYTES = 1  # all parameters are copied while the next step computes
 WIDTH = 8
 EPOCHS = int(sys.argv[3])
 SAMPLES = 96  # 12 batches of two ranks per epoch

@@ -25,7 +25,7 @@ from paceline.checkpoints.layout import Saved, claim_next, run_of, saved_checkpo
 from paceline.checkpoints.memory.copies import CapturedState, open_copies
 from paceline.checkpoints.memory.file import CopyFile
 from paceline.checkpoints.memory.state import MemoryState
-from paceline.checkpoints.parts import ModulePart, ObjectPart, StatePart, part_of
+from paceline.checkpoints.parts import ModulePart, ObjectPart, OptimizerPart, StatePart, part_of
 from paceline.checkpoints.position import DataPosition
 from paceline.checkpoints.rank_group import RankGroup, reason_of
 from paceline.checkpoints.replicas import ReplicaCheck, replica_sets
@@ -140,7 +140,11 @@ class Checkpoints:
         requests.at_leave.append(self._leave)
         if memory:
             self._copies = open_copies(
-                peers, run, generation, partial(_report_no_copies, is_incident=memory is True)
+                peers,
+                run,
+                generation,
+                [part.value for part in self._parts.values() if isinstance(part, OptimizerPart)],
+                partial(_report_no_copies, is_incident=memory is True),
             )
         if self._copies is not None and went_back:
             self._copies.resumed(None)  # they may contain the damage

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import paceline
 from paceline.checkpoints.layout import RUN, saved_checkpoints
 from paceline.checkpoints.memory.copies import MemoryCopies, NodeMemory, _JobRanks
+from paceline.checkpoints.memory.deferred import DeferredCopy, Updates
 from paceline.checkpoints.memory.directory import CopyDirectory
 from paceline.checkpoints.rank_group import RankGroup
 from paceline.checkpoints.trees import serialize
@@ -241,6 +242,124 @@ def test_the_directory_of_a_run_is_bounded(tmp_path: Path, root: Path) -> None:
         script.interrupt()
 
 
+class LargeScript:
+    """A training whose weights are large enough to be copied while the next step computes.
+
+    The thread that copies begins after `before_backward`, or not at all.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.state = paceline.Checkpoints(
+            directory, every=0, model=self.model, optimizer=self.optimizer
+        )
+        assert self.state._copies is not None
+        self.copies = self.state._copies
+        self.seen: dict[int, list[Tensor]] = {}  # the state after each step
+        self.deferred: dict[int, int] = {}  # tensors that were not copied yet then
+        self.may_copy = threading.Event()
+        self.before_backward: Callable[[], None] = lambda: None
+
+    def train(self, stop_after: int, *, thread_copies: bool = True) -> None:
+        for number in paceline.steps(range(100), state=self.state):
+            step, pending = self.state.step, self.copies._updates._pending
+            self.deferred[step] = 0 if pending is None else len(pending._tensors)
+            self.seen[step] = [each.clone() for each in self.tensors()]
+            if step == stop_after:
+                break
+            self.before_backward()
+            if thread_copies:
+                self.may_copy.set()
+            self.model(torch.arange(600.0).view(2, 300) + number).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if thread_copies:
+                until(lambda: not self.copies._is_writing)
+                self.may_copy.clear()
+
+    def tensors(self) -> list[Tensor]:
+        states = [each for state in self.optimizer.state.values() for each in state.values()]
+        return [*self.model.state_dict().values(), *states]
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], LargeScript]:
+    run, current = DeferredCopy.run, list[LargeScript]()
+
+    def script() -> LargeScript:
+        current[:] = [LargeScript(tmp_path / "saved")]
+        return current[0]
+
+    monkeypatch.setattr(
+        DeferredCopy, "run", lambda copy: run(copy) if current[0].may_copy.wait(60) else 0.0
+    )
+    return script
+
+
+def check_resumed(script: LargeScript, step: int, expected: LargeScript) -> None:
+    script.train(step)
+    assert (script.state.resumed_from, script.state.resumed_step) == ("memory", step)
+    for loaded, before in zip(script.seen[step], expected.seen[step], strict=True):
+        assert torch.equal(loaded, before)
+
+
+def test_weights_and_their_moments_are_copied_while_the_next_step_computes(
+    large: Callable[[], LargeScript],
+) -> None:
+    script = large()
+    script.train(9)
+    assert script.deferred == {step: 3 if step in (2, 4, 8) else 0 for step in range(10)}
+    script.copies.close(remove=False)
+    check_resumed(large(), 8, script)
+
+
+def test_the_training_copies_what_the_thread_did_not(large: Callable[[], LargeScript]) -> None:
+    script = large()
+    script.train(9, thread_copies=False)
+    assert script.copies.skipped > 0
+    script.may_copy.set()
+    until(lambda: not script.copies._is_writing)
+    script.copies.close(remove=False)
+    copied = script.copies._directory.copies()
+    assert len(copied) == 1
+    check_resumed(large(), copied[0].step, script)
+
+
+@pytest.mark.parametrize("how", ["by .data", "in place"])
+def test_a_copy_that_was_changed_by_other_means_is_discarded(
+    how: str, large: Callable[[], LargeScript], caplog: pytest.LogCaptureFixture
+) -> None:
+    script = large()
+
+    def change() -> None:
+        weight = script.model[0].weight
+        if script.state.step == 4 and how == "by .data":
+            weight.data.mul_(0.5)
+        elif script.state.step == 4:
+            with torch.no_grad():
+                weight[0, 0] = 0.0
+
+    script.before_backward = change
+    script.train(9)
+    assert "The copy of step 4 in memory is discarded (rank 0)" in caplog.text
+    assert script.deferred[8] == 0, "copies are made at once from now on"
+    script.copies.close(remove=False)
+    assert [name.step for name in script.copies._directory.copies()] == [2, 8]
+    check_resumed(large(), 8, script)
+
+
+def test_an_optimizer_that_steps_unnoticed_is_copied_at_once(
+    large: Callable[[], LargeScript],
+) -> None:
+    script = large()
+    for handle in script.copies._updates._handles:
+        handle.remove()
+    script.train(9)
+    assert set(script.deferred.values()) == {0}
+
+
 @pytest.fixture
 def silent_peer(tmp_path: Path) -> Any:
     """A holder that accepts connections and never answers."""
@@ -257,7 +376,16 @@ def test_a_peer_that_never_answers_delays_no_copy(
     closed = threading.Event()
     memory = NodeMemory(1 << 30)
     copies = MemoryCopies(
-        memory_settings(), directory, ranks, 1, memory, None, None, closed, reports.append
+        memory_settings(),
+        directory,
+        ranks,
+        1,
+        memory,
+        None,
+        None,
+        closed,
+        Updates([]),
+        reports.append,
     )
     state = {"weight": torch.zeros(100)}
     copied = []
@@ -289,6 +417,7 @@ def test_a_dead_peer_is_reported_once_and_tried_again(tmp_path: Path) -> None:
         None,
         None,
         threading.Event(),
+        Updates([]),
         reports.append,
     )
     state = {"weight": torch.zeros(100)}

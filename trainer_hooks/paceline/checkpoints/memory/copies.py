@@ -1,8 +1,10 @@
 """`MemoryCopies`: what `Checkpoints` uses to copy its state to memory, and to find it again.
 
-The training thread copies the state to a free file, and nothing else. A thread hashes it, gives it
-its name, and polls the schedule; another one sends it. Both may be slow, or hang: then the training
-thread finds no free file, or one that is still written, and leaves this copy out.
+The training thread copies to a free file what may change at any time, and nothing else. A thread
+copies what only an optimizer changes, hashes the file, gives it its name, and polls the schedule;
+another one sends it. Both may be slow, or hang: then the training thread finishes the copy itself
+before the optimizer's step, finds no free file, or one that is still written, and leaves the next
+copy out.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.agreement import RankStore, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
+from paceline.checkpoints.memory.deferred import DeferredCopy, Updates
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName, available_bytes
 from paceline.checkpoints.memory.file import (
     CopyFile,
@@ -107,7 +111,11 @@ class _JobRanks(NamedTuple):
 
 
 def open_copies(
-    peers: RankGroup, run: str, generation: int, report: Callable[[str], None]
+    peers: RankGroup,
+    run: str,
+    generation: int,
+    optimizers: Sequence[Optimizer],
+    report: Callable[[str], None],
 ) -> MemoryCopies | None:
     """Prepare copies in memory on all ranks. Return None if one of them cannot make any.
 
@@ -115,6 +123,7 @@ def open_copies(
         peers: all ranks, which make the same calls.
         run: identity of the checkpoint directory.
         generation: of the job.
+        optimizers: the only ones that change their parameters and states.
         report: called on a rank with the reason why there are no copies, or none on another node.
     """
     settings, directory, node = _prepare(run)
@@ -160,8 +169,9 @@ def open_copies(
         if peers.rank == 0:
             report(problem)
         return None
+    updates = Updates(optimizers)
     return MemoryCopies(
-        settings, directory, every, generation, memory, store, server, closed, report
+        settings, directory, every, generation, memory, store, server, closed, updates, report
     )
 
 
@@ -194,6 +204,7 @@ class MemoryCopies:
         store: RankStore | None,
         server: CopyServer | None,
         closed: threading.Event,
+        updates: Updates,
         report: Callable[[str], None],
     ) -> None:
         self.disk: Saved | None = None  # the newest checkpoint on disk
@@ -206,6 +217,8 @@ class MemoryCopies:
         self._memory = memory
         self._server = server
         self._closed = closed
+        self._updates = updates
+        self._defers = True  # until a deferred copy was changed
         self._report = report
         self._tls = settings.peer_tls
         self._schedule = CopySchedule(store, self._rank, self._size, settings.overhead_ratio)
@@ -298,6 +311,7 @@ class MemoryCopies:
         """Copy the state if it is time. Return whether it was. Errors turn copies off."""
         if self.is_off:
             return False
+        self._schedule.waited(self._updates.take_waited())
         is_due = self._schedule.step_ended(step)
         if not is_due and self._layout is not None:
             return False
@@ -325,9 +339,12 @@ class MemoryCopies:
         used = (sending, self._sent, self._newest)
         slot = min((slot for slot in self._slots if slot not in used), key=CopySlot.copied_step)
         slot.reuse()
-        slot.write(layout, [local_of(tensor) for tensor in tensors.values()], content)
+        locals_ = [local_of(tensor) for tensor in tensors.values()]
+        live = self._updates.live_tensors() if self._defers else {}
+        copy = slot.write(layout, locals_, content, live)
+        self._updates.finish_before_step(copy)
         self._is_writing = True
-        self._tasks.put(partial(self._complete, slot, step, layout))
+        self._tasks.put(partial(self._complete, slot, step, layout, copy))
         self._schedule.copied(monotonic() - started)
         return True
 
@@ -401,10 +418,14 @@ class MemoryCopies:
         self._slots = slots
         self._is_writing = False
 
-    def _complete(self, slot: CopySlot, step: int, layout: CopyLayout) -> None:
-        """Hash a copy and give it its name. Raises OSError if it was deleted."""
+    def _complete(self, slot: CopySlot, step: int, layout: CopyLayout, copy: DeferredCopy) -> None:
+        """Finish a copy, hash it and give it its name. Raises OSError if it was deleted."""
         started = monotonic()
         disk = self.disk
+        self._schedule.deferred(copy.run())
+        if not copy.is_intact:
+            self._discard(step)
+            return
         record = CopyRecord(
             run=self._directory.run,
             generation=self._generation,
@@ -435,6 +456,18 @@ class MemoryCopies:
         if self._holder is not None and is_free and self._schedule.is_to_send(step):
             self._sending = slot
             self._outgoing.put(slot)
+
+    def _discard(self, step: int) -> None:
+        """Leave out a copy that was changed while it was made, and defer none from now on."""
+        self._defers = False
+        self._is_writing = False
+        _log.warning(
+            "The copy of step %d in memory is discarded (rank %d): parameters or optimizer states "
+            "were changed between two steps, or by other means than optimizer.step(). From now on "
+            "the training waits for its copies.",
+            step,
+            self._rank,
+        )
 
     # The thread that sends
 
@@ -487,6 +520,7 @@ class MemoryCopies:
             return
         self.is_off = True
         self._closed.set()
+        self._updates.close()
         self._tasks.put(lambda: None)  # it need not wait for its next poll
         self._worker.join(_CLOSE_SECONDS)
         self._outgoing.put(None)

@@ -33,8 +33,8 @@ class CopyCost(msgspec.Struct, frozen=True):
 
     step: int  # at which the rank is
     step_seconds: float
-    blocking_seconds: float  # the training thread waits
-    background_seconds: float  # until the copy is hashed
+    blocking_seconds: float  # that it takes from the training
+    background_seconds: float  # until the copy is complete and hashed
     transfer_seconds: float | None  # until it is on the other node; None: there was none
 
 
@@ -95,6 +95,7 @@ class CopySchedule:
         self._step_ended: float | None = None
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._blocking: deque[float] = deque(maxlen=_COPIES_KEPT)
+        self._deferred: deque[float] = deque(maxlen=_COPIES_KEPT)
         self._background: deque[float] = deque(maxlen=_COPIES_KEPT)
         self._transfers: deque[float] = deque(maxlen=_COPIES_KEPT)
         self._copies = 0
@@ -132,10 +133,19 @@ class CopySchedule:
         if self._copies > 1:  # the first one fills caches
             self._blocking.append(seconds)
 
+    def waited(self, seconds: float) -> None:
+        """Note how long the last copy blocked an optimizer."""
+        if seconds and self._blocking:
+            self._blocking[-1] += seconds
+
     # Other threads
 
+    def deferred(self, seconds: float) -> None:
+        """Note what the part of a copy cost that was made while the next step computed."""
+        self._deferred.append(seconds)
+
     def hashed(self, seconds: float) -> None:
-        """Note how long it took to hash a copy."""
+        """Note how long it took until a copy was complete."""
         self._background.append(seconds)
 
     def completed(self, step: int) -> None:
@@ -187,7 +197,8 @@ class CopySchedule:
         return CopyCost(
             step=self._step,
             step_seconds=median(self._steps.copy()),
-            blocking_seconds=median(self._blocking.copy()),
+            blocking_seconds=median(self._blocking.copy())
+            + (median(self._deferred.copy()) if self._deferred else 0.0),
             background_seconds=median(self._background.copy()),
             transfer_seconds=median(self._transfers.copy()) if self._transfers else None,
         )

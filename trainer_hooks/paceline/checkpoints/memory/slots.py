@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.checkpoints.errors import CheckpointError
+from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, begin_copy
 from paceline.checkpoints.memory.file import (
     ALIGNMENT,
     BLOCK_BYTES,
@@ -97,8 +98,23 @@ class CopySlot:
             os.rename(self.path, self.part)
             self.path = self.part
 
-    def write(self, layout: CopyLayout, tensors: Sequence[Tensor], rests: bytes) -> None:
-        """Copy a state. Raises CheckpointError if the rests have grown beyond the file."""
+    def write(
+        self,
+        layout: CopyLayout,
+        tensors: Sequence[Tensor],
+        rests: bytes,
+        live: LiveTensors,
+    ) -> DeferredCopy:
+        """Copy a state. Return the part that is copied later.
+
+        Args:
+            layout: the places of the tensors.
+            tensors: those of this rank.
+            rests: the other parts.
+            live: what only the next step of an optimizer changes.
+
+        Raises CheckpointError if the rests have grown beyond the file.
+        """
         end = layout.rests_offset + len(rests)
         if end > self.capacity:
             raise CheckpointError("the state has grown")
@@ -109,9 +125,9 @@ class CopySlot:
             ]
             self.content[BLOCK_BYTES : BLOCK_BYTES + len(layout.table)] = layout.table
             self._layout = layout
-        copy_to_host(self._views, tensors)
         self.content[layout.rests_offset : end] = rests
         self.written_bytes = end
+        return begin_copy(self._views, tensors, live)
 
     def digest(self, total_bytes: int) -> bytes:
         """Return the SHA-256 of all that follows the record."""
@@ -132,25 +148,6 @@ def local_of(tensor: Tensor) -> Tensor:
             local: Tensor = tensor.to_local()
             return local
     return tensor.detach() if type(tensor) is not Tensor or tensor.requires_grad else tensor
-
-
-_stream: Any = None  # a stream of the device, for copies to the host
-
-
-def copy_to_host(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors to the host's memory, and wait until it is done."""
-    global _stream
-    cuda: Any = torch.cuda
-    with torch.no_grad():
-        if not any(tensor.is_cuda for tensor in tensors):
-            torch._foreach_copy_(list(targets), list(tensors))
-            return
-        if _stream is None:
-            _stream = cuda.Stream()
-        _stream.wait_stream(cuda.current_stream())
-        with cuda.stream(_stream):
-            torch._foreach_copy_(list(targets), list(tensors), non_blocking=True)
-        _stream.synchronize()
 
 
 def pin(slot: CopySlot) -> None:
