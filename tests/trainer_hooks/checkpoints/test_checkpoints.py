@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import paceline
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.layout import saved_checkpoints
 from paceline_wire.ring import RingReader
+from tests import forked_python
 
 
 class Script:
@@ -256,3 +258,44 @@ def test_shuffled_batches_and_random_numbers_continue_as_if_never_interrupted(
     first = run(tmp_path / "two", stop_after=9)
     second = run(tmp_path / "two")
     assert torch.equal(torch.stack(first[:8] + second), torch.stack(whole))
+
+
+ACCELERATE = """
+import sys, torch, accelerate, paceline
+
+def run(directory, stop_after):
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Dropout(0.2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    loader = torch.utils.data.DataLoader(torch.randn(32, 9), batch_size=4, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    state = paceline.Checkpoints(
+        directory, every=1, model=model, optimizer=optimizer, loader=loader, scheduler=scheduler
+    )
+    seen = []
+    for epoch in state.epochs(3):
+        for batch in paceline.steps(loader, state=state):
+            if state.step == stop_after:
+                state.wait()
+                return seen
+            with accelerator.accumulate(model):
+                loss = model(batch).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            seen.append((state.step, loss.item(), optimizer.param_groups[0]["lr"]))
+    return seen
+
+whole = run(sys.argv[1] + "/whole", None)
+parts = run(sys.argv[1] + "/broken", 5) + run(sys.argv[1] + "/broken", None)
+print(len(whole), [step for step, *_ in whole[:4]], parts == whole)
+"""
+
+
+def test_what_accelerate_prepares_is_resumed(tmp_path: Path) -> None:
+    environment = os.environ | {"PACELINE_MEMORY_DIRECTORY": "", "PACELINE_RING_DIRECTORY": ""}
+    ended = forked_python.run(["-c", ACCELERATE, tmp_path], environment, timeout=100)
+    assert ended.stdout == "24 [0, 0, 1, 1] True\n", ended.stderr

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import msgspec
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline import hooks, requests
@@ -25,7 +24,14 @@ from paceline.checkpoints.layout import Saved, claim_next, run_of, saved_checkpo
 from paceline.checkpoints.memory.copies import CapturedState, open_copies
 from paceline.checkpoints.memory.file import CopyFile
 from paceline.checkpoints.memory.state import MemoryState
-from paceline.checkpoints.parts import ModulePart, ObjectPart, OptimizerPart, StatePart, part_of
+from paceline.checkpoints.parts import (
+    ModulePart,
+    ObjectPart,
+    OptimizerPart,
+    StatePart,
+    optimizer_of,
+    part_of,
+)
 from paceline.checkpoints.position import DataPosition
 from paceline.checkpoints.rank_group import RankGroup, reason_of
 from paceline.checkpoints.replicas import ReplicaCheck, replica_sets
@@ -199,13 +205,14 @@ class Checkpoints:
                 raise ValueError(f"the name of a state must be an identifier, got {name!r}")
             has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             if name == _LOADER or isinstance(value, DataLoader):
-                if has_state:
+                # Accelerate's loaders have the methods also if they have no state.
+                if has_state and getattr(value, "use_stateful_dataloader", True):
                     self._parts[name] = ObjectPart(value, is_local=True)
                 continue  # the position in others is counted
             self._parts[name] = part_of(name, value, self._parameter_names)
-            if isinstance(value, Optimizer):
+            if (optimizer := optimizer_of(value)) is not None:
                 self._counts_optimizers = True
-                value.register_step_post_hook(self._stepped)
+                optimizer.register_step_post_hook(self._stepped)
 
     def _parameter_names(self) -> dict[int, str]:
         """Return the full names of all parameters by `id`."""

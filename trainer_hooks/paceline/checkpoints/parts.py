@@ -46,6 +46,13 @@ class StatePart(Protocol):
         """Return one rest of those of all ranks, for another number of ranks."""
 
 
+def optimizer_of(value: Any) -> Optimizer | None:
+    """Return the optimizer that steps: a wrapper such as Accelerate's has none of torch's hooks."""
+    while isinstance(value, Optimizer) and "_optimizer_step_post_hooks" not in vars(value):
+        value = getattr(value, "optimizer", None)
+    return value if isinstance(value, Optimizer) else None
+
+
 def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) -> StatePart:
     """Return the part for an object.
 
@@ -62,8 +69,8 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
     is_sequence = isinstance(value, list | tuple)
     if is_sequence and value and all(isinstance(each, nn.Module) for each in value):
         return ModulePart(value)
-    if isinstance(value, Optimizer):
-        return OptimizerPart(value, names_of)
+    if (optimizer := optimizer_of(value)) is not None:
+        return OptimizerPart(optimizer, names_of)
     if isinstance(value, Tensor | torch.Generator):
         return TensorPart(value)
     if isinstance(value, MutableMapping):
