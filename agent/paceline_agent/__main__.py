@@ -191,7 +191,8 @@ def _names(command: click.Command) -> dict[str, str]:
     "--lease-seconds",
     type=float,
     default=LEASE_SECONDS,
-    help="Kill the ranks after this time without contact to the server; 0: never.",
+    help="Without contact to the server, kill ranks that finished no operation for this time; "
+    "0: never.",
 )
 @click.option(
     "--orphan-grace-seconds",

@@ -148,8 +148,11 @@ class Agent:
         )
         self._lease = RankLease(
             settings.lease_seconds,
-            lambda: self._supervisor.has_ranks,
-            lambda: self._supervisor.stop_all(0.0),
+            lambda: {
+                generation: self._rings.progressed_at(*generation)
+                for generation in self._supervisor.generations()
+            },
+            lambda job, generation: self._supervisor.expire(job, generation),
         )
         self._forwarder = Forwarder(
             self._link, self._spool, self._lease.renew, self._packer.overtake

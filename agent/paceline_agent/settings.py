@@ -37,10 +37,10 @@ class AgentSettings:
     """The settings of one agent.
 
     The lease: a server that loses contact with a node starts its ranks on another node after some
-    seconds, so an agent that cannot reach the server for `lease_seconds` kills its ranks. Until
-    then a leftover rank wastes its GPU but does no harm, because its generation is in the process
-    group's prefix and in each checkpoint. A server that is down must not end every training, hence
-    ten minutes. 0 turns the lease off.
+    seconds, so an agent that cannot reach the server for `lease_seconds` kills those ranks that
+    have finished no operation for as long. Until then a leftover rank wastes its GPU but does no
+    harm, because its generation is in the process group's prefix and in each checkpoint. A server
+    that is down ends no training. 0 turns the lease off.
 
     Raises:
         SettingsError: a value is not valid.

@@ -58,7 +58,7 @@ METRICS = (
     Metric("paceline_agent_spans_lost_total", "counter", None, "Spans overwritten unread."),
     Metric("paceline_agent_command_stream_up", "gauge", None, "1: commands can come."),
     Metric("paceline_agent_command_stream_reconnects_total", "counter", None, "Streams ended."),
-    Metric("paceline_agent_lease_lapses_total", "counter", None, "Ranks killed for silence."),
+    Metric("paceline_agent_lease_lapses_total", "counter", None, "Kills without the server."),
     Metric(
         "paceline_agent_clock_stepped_seconds",
         "gauge",

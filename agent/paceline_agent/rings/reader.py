@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +79,7 @@ class _AttachedRing:
     seen_alive: bool = False
     gone_since: float | None = None  # monotonic seconds
     gone_ns: int | None = None  # the same on the timeline of the events
+    progressed_at: float = field(default_factory=time.monotonic)  # when it last wrote a span
 
     @property
     def inode(self) -> int:
@@ -238,6 +239,18 @@ class Rings:
             if is_it and key not in self.supervised and self._is_owners(attached):
                 return attached.pid
         return None
+
+    def progressed_at(self, job: str, generation: int) -> float:
+        """Return when a rank of this generation last ended an operation, as `time.monotonic`.
+
+        -inf: none on this node records its operations.
+        """
+        moments = (
+            attached.progressed_at
+            for attached in self._attached.values()
+            if attached.key[:2] == (job, generation)
+        )
+        return max(moments, default=-math.inf)
 
     def local_ranks(self) -> list[LocalRank]:
         """Return the ranks on this node; a snapshot, for collectors in other threads."""
@@ -470,6 +483,7 @@ class Rings:
             lost = reader.lost - attached.reported_lost
             if not records and not lost:
                 return
+            attached.progressed_at = time.monotonic()
             block = SpanBlock(
                 columns=to_columns(records),
                 clock_offset_ns=offset_ns,

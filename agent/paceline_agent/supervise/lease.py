@@ -1,6 +1,7 @@
-"""The lease: a node without contact to the server kills its ranks.
+"""The lease: a node without contact to the server kills ranks that have stopped to train.
 
-The server may have started them on another node.
+The server may have started them on another node: then their peers are gone, and they finish no
+operation any more. As long as they do, the training continues, however long the server is down.
 """
 
 from __future__ import annotations
@@ -8,23 +9,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 log = logging.getLogger(__name__)
 
+CHECK_SECONDS = 1.0
+
 
 class RankLease:
-    """Renewed by each contact with the server; `expire` is awaited when it lapses."""
+    """Renewed by each contact with the server, and for a generation by each operation it ends."""
 
     def __init__(
         self,
         lease_seconds: float,
-        has_ranks: Callable[[], bool],
-        expire: Callable[[], Awaitable[object]],
+        last_progress: Callable[[], Mapping[tuple[str, int], float]],
+        expire: Callable[[str, int], Awaitable[object]],
     ) -> None:
+        """Prepare a lease.
+
+        Args:
+            lease_seconds: 0 turns it off.
+            last_progress: returns for job and generation of all ranks on this node when the newest
+                of their operations ended, as `time.monotonic`.
+            expire: is awaited with job and generation when their lease has lapsed.
+        """
         self.lapses = 0
         self._lease_seconds = lease_seconds
-        self._has_ranks = has_ranks
+        self._last_progress = last_progress
         self._expire = expire
         self._renewed_at = time.monotonic()
 
@@ -35,15 +46,19 @@ class RankLease:
     async def run(self) -> None:
         """Watch the lease until cancelled."""
         while self._lease_seconds > 0:
-            left_seconds = self._renewed_at + self._lease_seconds - time.monotonic()
-            if left_seconds > 0 or not self._has_ranks():
-                await asyncio.sleep(left_seconds if left_seconds > 0 else 1.0)
-                continue
-            self.lapses += 1
-            log.error(
-                "no contact with the server for %.0f s: killing the ranks of this node, "
-                "because the server may have started them on another one",
-                self._lease_seconds,
-            )
-            await self._expire()
-            await asyncio.sleep(0.1)
+            lapsed_before = time.monotonic() - self._lease_seconds
+            if self._renewed_at <= lapsed_before:
+                for generation, progressed_at in self._last_progress().items():
+                    if progressed_at <= lapsed_before:
+                        await self._lapse(*generation)
+            await asyncio.sleep(min(CHECK_SECONDS, self._lease_seconds / 10))
+
+    async def _lapse(self, job: str, generation: int) -> None:
+        self.lapses += 1
+        log.error(
+            "no contact with the server for %.0f s, and the ranks of %s generation %d on this node "
+            "have finished no operation for as long: they are killed, because the server may have "
+            "started them on another node",
+            *(self._lease_seconds, job, generation),
+        )
+        await self._expire(job, generation)

@@ -246,11 +246,16 @@ class Supervisor:
         return await self._kill(ranks, grace_seconds, commanded=True)
 
     async def stop_all(self, grace_seconds: float, *, drained: bool = False) -> str | None:
-        """Kill all ranks without a command: the node is drained, or the lease has lapsed."""
+        """Kill all ranks without a command: the node is drained, or the agent ends."""
         ranks = list(self._ranks.values())
         for rank in ranks:
             rank.draining = rank.draining or drained
         return await self._kill(ranks, grace_seconds, commanded=False)
+
+    async def expire(self, job: str, generation: int) -> str | None:
+        """Kill the ranks of a generation without a command: their lease has lapsed."""
+        ranks = [rank for key, rank in self._ranks.items() if key[:2] == (job, generation)]
+        return await self._kill(ranks, 0.0, commanded=False)
 
     def set_control(self, job: str, generation: int, kind: str) -> None:
         """Store the command that was written to the ranks' control pages."""

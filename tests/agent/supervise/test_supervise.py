@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline_agent.supervise.guard import descendants
-from paceline_wire.batch import AgentHello, CommandResult, RankExited, RankStarted
+from paceline_wire.batch import AgentHello, CommandResult, RankAttached, RankExited, RankStarted
 from tests.agent.command_factory import guard_pids, marker, start_ranks, stop
 
 # A rank with a child in its session and a detached one: double fork, new session, no parent.
@@ -277,6 +278,42 @@ def test_an_agent_without_contact_to_the_server_kills_its_ranks(
     server.start()
     exited = wait_for(lambda: len(server.events(RankExited)) == 2 and server.events(RankExited))
     assert not any(event.commanded for event in exited)
+
+
+TRAIN = """
+import itertools, os, time
+from pathlib import Path
+import paceline
+paceline.init()
+for step in paceline.steps(itertools.count()):
+    Path(os.environ["WORK"], "step").write_text(str(step))
+    while Path(os.environ["WORK"], "hangs").exists():
+        time.sleep(0.01)
+    time.sleep(0.01)
+"""
+
+
+def test_ranks_that_train_outlive_the_server_until_they_hang(
+    start_agent: Fixture,
+    server: Any,
+    order: Fixture,
+    wait_for: Fixture,
+    processes_with: Fixture,
+    tmp_path: Path,
+) -> None:
+    agent = start_agent("--lease-seconds", "1.5")
+    assert order(start_ranks(TRAIN, 1, environment={"WORK": str(tmp_path)})).ok
+    wait_for(lambda: server.events(RankAttached))
+    server.stop()
+    stopped = time.monotonic()
+    step = tmp_path / "step"
+    wait_for(lambda: time.monotonic() > stopped + 5 and int(step.read_text()) > 100)
+    assert len(processes_with(marker(agent))) == 1
+    assert "finished no operation" not in agent.log_text()
+    (tmp_path / "hangs").touch()
+    wait_for(lambda: not processes_with(marker(agent)))
+    assert "finished no operation" in agent.log_text()
+    server.start()
 
 
 def test_an_agent_without_lease_keeps_its_ranks(
