@@ -211,27 +211,9 @@ def _begin(
         now_ns: CLOCK_REALTIME.
     """
     identity = ranks[0].identity
-    places = {attachment.rank: attachment.identity.coordinates for attachment in ranks}
-    topology = topology_of(identity.topology, places) or identity.topology
-    if topology.world_size != len(ranks):
-        topology = Topology(dp=len(ranks))
-    views = [_view(session, attachment) for attachment in ranks]
     generation = _generation_number(session, job, ranks)
-    placement = Placement(
-        generation=generation,
-        topology=topology,
-        nodes={view.rank: view.agent_id for view in views},
-        gpus={view.rank: view.gpu for view in views},
-        metadata=identity.metadata,
-        started_ns=min(attachment.received_ns for attachment in ranks),
-        was_found=True,
-        launch=launch,
-        reported_generations={
-            attachment.rank: attachment.generation
-            for attachment in ranks
-            if attachment.generation != generation
-        },
-    )
+    views = [_view(session, attachment) for attachment in ranks]
+    placement = _placement_of(ranks, views, generation, launch)
     # Batches since the first rank started still have to be read, but not those of an earlier run
     # whose ranks reported the same generation.
     is_repeated = job is not None and job.generation >= generation
@@ -239,7 +221,7 @@ def _begin(
     cursor = position_at(session, placement.started_ns - margin_ns)
     script = "".join(filter(str.isprintable, identity.metadata.get("script", "")))
     name = script[:_NAME_LENGTH] or identity.job
-    spec = JobSpec(name=name, argv=[], topology=topology, metadata=identity.metadata)
+    spec = JobSpec(name=name, argv=[], topology=placement.topology, metadata=identity.metadata)
     if job is None:
         job = JobRow(id=identity.job, watched=True, stop_requested=False)
         job.policy = policy
@@ -253,7 +235,7 @@ def _begin(
         verb = f"found running in generation {generation}"
     if job.policy_version is None:
         policies.assign(session, job, "paceline server", now_ns)
-    job.name, job.spec, job.topology, job.generation = name, spec, topology, generation
+    job.name, job.spec, job.topology, job.generation = name, spec, spec.topology, generation
     job.state = "running" if action is None else "recovering"
     job.finished_ns, job.ticked_ns, job.cursor = None, None, cursor
     session.add(job)
@@ -271,18 +253,54 @@ def _begin(
     agents = sorted(set(placement.nodes.values()))
     if action is not None:
         seize(session, lease_name(job.id))  # its owner loads what is written here
-        left = update(NodeRow).where(NodeRow.job_id == job.id, NodeRow.agent_id.not_in(agents))
-        session.execute(left.values(job_id=None))
-    # A node that also runs ranks of another job stays assigned to that job.
-    free = update(NodeRow).where(NodeRow.agent_id.in_(agents), NodeRow.job_id.is_(None))
-    session.execute(free.values(job_id=job.id))
+    _assign_nodes(session, job.id, agents, leaves_others=action is not None)
     entry = AuditEntry(actor="agents", verb=verb, subject=job.id, detail=", ".join(agents))
     audit.record(session, job.id, entry, now_ns)
     record_change(session, job.id, "job", job.id)
     record_change(session, job.id, "ranks", job.id)
+    return generation
+
+
+def _placement_of(
+    ranks: Sequence[AttachmentRow],
+    views: Sequence[RankView],
+    generation: int,
+    launch: Launch | None,
+) -> Placement:
+    """Return where the ranks of a generation are, as they report it themselves."""
+    identity = ranks[0].identity
+    places = {attachment.rank: attachment.identity.coordinates for attachment in ranks}
+    topology = topology_of(identity.topology, places) or identity.topology
+    if topology.world_size != len(ranks):
+        topology = Topology(dp=len(ranks))
+    return Placement(
+        generation=generation,
+        topology=topology,
+        nodes={view.rank: view.agent_id for view in views},
+        gpus={view.rank: view.gpu for view in views},
+        metadata=identity.metadata,
+        started_ns=min(attachment.received_ns for attachment in ranks),
+        was_found=True,
+        launch=launch,
+        reported_generations={
+            attachment.rank: attachment.generation
+            for attachment in ranks
+            if attachment.generation != generation
+        },
+    )
+
+
+def _assign_nodes(
+    session: Session, job_id: str, agents: Sequence[str], *, leaves_others: bool
+) -> None:
+    """Assign nodes to a job, but those that also run another one. `leaves_others`: it moved."""
+    if leaves_others:
+        left = update(NodeRow).where(NodeRow.job_id == job_id, NodeRow.agent_id.not_in(agents))
+        session.execute(left.values(job_id=None))
+    free = update(NodeRow).where(NodeRow.agent_id.in_(agents), NodeRow.job_id.is_(None))
+    session.execute(free.values(job_id=job_id))
     for agent_id in agents:
         record_change(session, None, "node", agent_id)
-    return generation
 
 
 def _restarted(job: JobRow, action: ActionView, now_ns: int) -> Restarted:
