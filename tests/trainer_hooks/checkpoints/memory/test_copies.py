@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.checkpoints.layout import RUN, saved_checkpoints
+from paceline.checkpoints.memory import deferred
 from paceline.checkpoints.memory.copies import MemoryCopies, NodeMemory, _JobRanks
 from paceline.checkpoints.memory.deferred import DeferredCopy, Updates
 from paceline.checkpoints.memory.directory import CopyDirectory
 from paceline.checkpoints.rank_group import RankGroup
-from paceline.checkpoints.trees import serialize
 from paceline.environment import memory_settings
 from paceline_wire.ring import RingReader
 from tests import forked_python
@@ -360,6 +360,24 @@ def test_an_optimizer_that_steps_unnoticed_is_copied_at_once(
     assert set(script.deferred.values()) == {0}
 
 
+@pytest.mark.parametrize(
+    ("content", "share"),
+    [
+        ("some avg10=12.50 avg60=7.12 avg300=6.96 total=25896961292\nfull avg10=0.00\n", 0.125),
+        ("", 0.75),
+        (None, 0.75),
+    ],
+)
+def test_a_thread_costs_what_others_wait_for(
+    content: str | None, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    if content is not None:
+        (tmp_path / "cpu").write_text(content)
+    assert deferred._wanted_share(tmp_path / "cpu") == share
+
+
 @pytest.fixture
 def silent_peer(tmp_path: Path) -> Any:
     """A holder that accepts connections and never answers."""
@@ -390,7 +408,7 @@ def test_a_peer_that_never_answers_delays_no_copy(
     state = {"weight": torch.zeros(100)}
     copied = []
     for step in range(1, 65):
-        if copies.step_ended(step, lambda: (state, {"weight": serialize(None)})):
+        if copies.step_ended(step, lambda: (state, {"weight": None})):
             copied.append(step)
         until(lambda: not copies._is_writing)
         assert not copies.is_off
@@ -422,7 +440,7 @@ def test_a_dead_peer_is_reported_once_and_tried_again(tmp_path: Path) -> None:
     )
     state = {"weight": torch.zeros(100)}
     for step in range(1, 2**12 + 1):
-        if copies.step_ended(step, lambda: (state, {"weight": serialize(None)})):
+        if copies.step_ended(step, lambda: (state, {"weight": None})):
             copies._send_after = 0.0
         until(lambda: not copies._is_writing and copies._sending is None)
         assert not copies.is_off

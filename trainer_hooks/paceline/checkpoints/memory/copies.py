@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from time import monotonic
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -53,12 +52,12 @@ from paceline.checkpoints.memory.transfer import (
     address_towards,
 )
 from paceline.checkpoints.rank_group import RankGroup, reason_of
-from paceline.checkpoints.trees import refuse_if_unsafe
+from paceline.checkpoints.trees import refuse_if_unsafe, serialize
 from paceline.environment import MemorySettings, memory_settings, store_host
 
 _log = logging.getLogger(__name__)
 
-CapturedState: TypeAlias = tuple[dict[str, Tensor], dict[str, bytes]]  # tensors, rests by part
+CapturedState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]  # tensors, rests by part
 
 SHARE_OF_FREE_MEMORY = 0.5  # that all ranks of a node take at most
 # The newest copy, the one before, which ranks that are slower have too, and one to write.
@@ -327,13 +326,14 @@ class MemoryCopies:
     def _copy(self, step: int, capture: Callable[[], CapturedState]) -> bool:
         started = monotonic()
         tensors, rests = capture()
-        content = msgspec.msgpack.encode(rests)
+        content = serialize(rests)  # of all parts at once: that takes less time
         layout = self._layout
         if layout is None or not layout.fits(tensors):
             layout = self._layout = CopyLayout(tensors, len(content))
         if not self._slots or self._slots[0].capacity < layout.rests_offset + len(content):
             self._is_writing = True
-            self._tasks.put(partial(self._allocate, CopyLayout(tensors, len(content)), rests))
+            by_part = {name: serialize(rest) for name, rest in rests.items()}
+            self._tasks.put(partial(self._allocate, CopyLayout(tensors, len(content)), by_part))
             return False
         sending = self._sending  # read before `_sent`, which is set first
         used = (sending, self._sent, self._newest)

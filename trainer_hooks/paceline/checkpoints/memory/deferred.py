@@ -18,6 +18,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from time import monotonic, thread_time
 from typing import Any, NamedTuple, TypeAlias
 
@@ -165,9 +166,17 @@ class DeferredCopy:
         return probes
 
 
-def _wanted_share() -> float:
-    """Return how likely the training wants the processor that a thread of Paceline uses."""
-    return min(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+def _wanted_share(pressure: Path = Path("/proc/pressure/cpu")) -> float:
+    """Return how likely something waits for the processor that a thread of Paceline uses.
+
+    It is the share of the last ten seconds in which something waited for one (PSI), or where the
+    kernel does not count that, the load average over the processors.
+    """
+    try:
+        _, average, *_ = pressure.read_text().split()
+        return float(average.removeprefix("avg10=")) / 100
+    except (OSError, ValueError):
+        return min(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 _stream: Any = None  # a stream of the device, for copies to the host

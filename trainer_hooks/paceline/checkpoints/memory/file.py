@@ -3,7 +3,7 @@
     block of 4 KiB    magic, length and SHA-256 of the record, and the record
     table             name, type, shape and offset of each tensor
     tensors           each at a multiple of 64 bytes
-    rests             the other parts of the state, as bytes by the name of the part
+    rests             the other parts of the state by the name of the part, as torch.save writes it
 
 The record has the SHA-256 of all that follows the block. It is SHA-256 as on disk: one pass of it
 protects the copy in memory and, with an authenticated record, the transfer; processors with its
@@ -29,7 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from paceline.checkpoints.errors import DamagedError
 from paceline.checkpoints.trees import decode
 
-VERSION = 1
+VERSION = 2
 BLOCK_BYTES = 4096
 ALIGNMENT = 64
 _MAGIC = b"PLCOPY\0\1"
@@ -64,7 +64,6 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
 
 _RECORDS = msgspec.msgpack.Decoder(CopyRecord)
 _TABLES = msgspec.msgpack.Decoder(list[TensorPlace])
-_RESTS = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 def pack_record(record: CopyRecord) -> bytes:
@@ -116,10 +115,12 @@ class CopyFile:
         try:
             table = content[BLOCK_BYTES : BLOCK_BYTES + record.table_bytes]
             places = _TABLES.decode(table)
-            rests = content[record.rests_offset : record.total_bytes]
-            self._rests = _RESTS.decode(rests)
         except msgspec.MsgspecError as error:
             raise DamagedError(f"{path.name} cannot be decoded: {error}") from error
+        rests = decode(content[record.rests_offset : record.total_bytes])
+        if not isinstance(rests, dict):
+            raise DamagedError(f"{path.name} has no parts")
+        self._rests = rests
         self.places: Mapping[str, TensorPlace] = {place.name: place for place in places}
 
     @classmethod
@@ -146,8 +147,8 @@ class CopyFile:
         return set(self._rests)
 
     def rest(self, part: str) -> Any:
-        """Return the rest of a part. Raises DamagedError if it cannot be decoded safely."""
-        return decode(self._rests[part])
+        """Return the rest of a part."""
+        return self._rests[part]
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the file, to copy from."""
