@@ -125,7 +125,7 @@ def _overhead(disk: Path, host: str, step: Callable[[], None]) -> Iterator[Resul
                 affected = durations[-CYCLE : -CYCLE + AFFECTED]
                 added.append(sum(affected) - AFFECTED * median(others))
     copies.close(remove=True)
-    share = 100 / (every * median(durations))  # of a second per copy
+    share = 100 / (every * median(durations))  # percent per second that a copy adds
     error = share * stdev(added) / len(added) ** 0.5
     yield Result(f"memory copy: steps between copies, {host}", every, "steps")
     yield Result(

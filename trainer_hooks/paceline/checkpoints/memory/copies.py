@@ -326,7 +326,7 @@ class MemoryCopies:
     def _copy(self, step: int, capture: Callable[[], CapturedState]) -> bool:
         started = monotonic()
         tensors, rests = capture()
-        content = serialize(rests)  # of all parts at once: that takes less time
+        content = serialize(rests)  # all parts at once take less time
         layout = self._layout
         if layout is None or not layout.fits(tensors):
             layout = self._layout = CopyLayout(tensors, len(content))
