@@ -188,6 +188,9 @@ class ForeignArm:
         if plan.fault == "another_op" and injector.has_ended(plan.faulty_rank):
             # gloo aborts a process if another one sends more than it expects.
             fault = replace(fault, kind="crash", headline="SIGABRT")
+        if plan.fault == "sigterm" and not injector.has_ended(plan.faulty_rank):
+            # The script's own handler hangs: Lightning's begins a broadcast that no other rank has.
+            fault = replace(fault, kind="hang", headline="received a signal to end")
         cost = None
         if plan.kind not in _FATAL:
             after = _median_step(job.steps(), fault.onset_step)

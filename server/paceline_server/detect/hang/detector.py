@@ -101,6 +101,7 @@ class HangDetector(Detector):
         self._earlier_stacks: dict[int, RankStackTraces] = {}  # read before this hang
         self._earlier_dumps: dict[int, Received] = {}
         self._detected_ns = 0
+        self._signaled: set[int] = set()  # ranks that reported a signal before this hang
 
     def update(self, observation: Observation) -> list[Finding]:
         if self._active is None and self._makes_progress(observation):
@@ -300,6 +301,7 @@ class HangDetector(Detector):
         frozen = ranks.frozen_seconds
         steps = [live.state.view.step for live in ranks.live if live.state]
         rank = verdict.ranks[0] if verdict.is_single else None
+        self._signaled = {r for r, view in ranks.views.items() if view.status == "stopping"}
         duration = Evidence(
             f"no rank has made progress for {frozen:.1f} s", "frozen_seconds", frozen
         )
@@ -336,8 +338,13 @@ class HangDetector(Detector):
         return diagnose(rank, onset_ns, step, observation, self.generation, kind="hang")
 
     def _summary(self, rank: int | None, cause: str, frame: StackFrame | None = None) -> str:
-        subject = self.generation.subject(rank)
-        return hang_summary(subject, cause, frame, is_rank=rank is not None)
+        return hang_summary(
+            self.generation.subject(rank),
+            cause,
+            frame,
+            is_rank=rank is not None,
+            was_signaled=rank in self._signaled,
+        )
 
     def _add_stacks(self, observation: Observation) -> list[Finding]:
         """Report the stacks that have arrived since the last report."""

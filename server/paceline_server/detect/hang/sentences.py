@@ -25,7 +25,14 @@ _CLAUSES = {
 }
 
 
-def hang_summary(subject: str, cause: str, frame: StackFrame | None, *, is_rank: bool) -> str:
+def hang_summary(
+    subject: str,
+    cause: str,
+    frame: StackFrame | None,
+    *,
+    is_rank: bool,
+    was_signaled: bool = False,
+) -> str:
     """Return `Rank 0 (node-0) is hung and blocks the job: its process is stopped (SIGSTOP).`
 
     Args:
@@ -33,9 +40,11 @@ def hang_summary(subject: str, cause: str, frame: StackFrame | None, *, is_rank:
         cause: As in the finding.
         frame: Innermost frame of the culprit's own code, once its stack was read.
         is_rank: The subject is one rank.
+        was_signaled: It reported a signal after which its script ends.
     """
+    received = " received a signal to end," if was_signaled else ""
     blocks = " and blocks the job" if is_rank else ""
-    return f"{subject} is hung{blocks}: {_clause(cause, frame, is_rank=is_rank)}."
+    return f"{subject}{received} is hung{blocks}: {_clause(cause, frame, is_rank=is_rank)}."
 
 
 def _clause(cause: str, frame: StackFrame | None, *, is_rank: bool) -> str:
