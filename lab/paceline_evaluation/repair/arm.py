@@ -79,11 +79,11 @@ class RepairArm:
             with cluster.running():
                 self._play_all(cluster, list(trials), results, report)
         if same := self._baseline():
-            results.baseline = torchrun.play_all(same, report)
+            torchrun.play_all(same, report, results.baseline)
         if "none" in self.kinds:
             results.healthy = self._watch_healthy(report)
         if "mttf_60" in self.kinds:
-            results.ettr = self._measure_ettr(report)
+            self._measure_ettr(report, results.ettr)
 
     def _watch_healthy(self, report: Report) -> noise.Healthy:
         """Watch healthy jobs, the trainings in turn: one minute for each trial."""
@@ -103,25 +103,22 @@ class RepairArm:
         report(0, "\n".join(healthy.texts or []))
         return healthy
 
-    def _measure_ettr(self, report: Report) -> list[ettr.Ettr]:
-        training, found = self.trainings[0], []
+    def _measure_ettr(self, report: Report, results: list[ettr.Ettr]) -> None:
+        training = self.trainings[0]
         cluster = RepairCluster(self._usual)
         with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
             running = self._job(cluster, client, training)
             running.make_steady()
-            found.append(
-                ettr.measure("Paceline", training.name, running.log, self.count, self.seed)
-            )
+            found = ettr.measure("Paceline", training.name, running.log, self.count, self.seed)
+            results += [] if found is None else [found]
             stop_jobs(cluster.url, cluster.operator_token)
             report(self.count, "")
         with torchrun.jobs() as make:
             job = make(training)
             if job.make_steady():
-                found.append(
-                    ettr.measure("torchrun", training.name, job.log, self.count, self.seed)
-                )
+                found = ettr.measure("torchrun", training.name, job.log, self.count, self.seed)
+                results += [] if found is None else [found]
             report(self.count, "")
-        return [one for one in found if one is not None]
 
     def _play_all(
         self,

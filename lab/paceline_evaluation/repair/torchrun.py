@@ -251,10 +251,12 @@ def jobs() -> Iterator[Callable[[Training], TorchrunJob]]:
 
 
 def play_all(
-    trials: Sequence[PlannedTrial], report: Callable[[int, str], None], most: int = 1000
-) -> list[TrialResult]:
-    """Play the faults of these trials under torchrun; call `report` after each."""
-    results = []
+    trials: Sequence[PlannedTrial],
+    report: Callable[[int, str], None],
+    results: list[TrialResult],
+    most: int = 1000,
+) -> None:
+    """Play the faults of these trials under torchrun. Add to the results; call `report`."""
     with jobs() as make:
         for group in groups(trials, most):
             job = make(group[0].training)
@@ -262,7 +264,6 @@ def play_all(
                 results.append(_play(trial, job))
                 report(1, "")
             job.end()
-    return results
 
 
 def _play(trial: PlannedTrial, job: TorchrunJob) -> TrialResult:
