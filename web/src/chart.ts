@@ -1,6 +1,6 @@
 // The content of the time charts, computed from the store's state. Pure.
 import type { Action, Incident, Job, Step } from "./api";
-import { milliseconds } from "./format";
+import { milliseconds, words } from "./format";
 import { appearanceOfIncident, type Tone } from "./tone";
 
 /** A vertical line in the chart, or a band if it has `until`. Epoch seconds. */
@@ -73,7 +73,7 @@ export function marks(steps: readonly Step[], incidents: readonly Incident[], ac
     result.push({
       at: milliseconds(incident.detected_at) / 1000,
       until: null,
-      label: incident.kind,
+      label: words(incident.kind),
       tone: appearanceOfIncident(open).tone,
       dashed: false,
     });

@@ -40,7 +40,7 @@ export function IncidentCard({ incident, actions, ...card }: Props) {
         <span class="incident-text">
           <strong>{incident.summary}</strong>
           <span class="muted">
-            {incident.kind} · {incident.cause} · detected <Ago time={incident.detected_at} />
+            {format.words(incident.kind)} · {incident.cause} · detected <Ago time={incident.detected_at} />
             {ending(incident, actions)}
           </span>
         </span>
