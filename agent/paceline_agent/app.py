@@ -228,7 +228,7 @@ class Agent:
             await self._close()
 
     async def _drain(self) -> None:
-        await self._supervisor.stop_all(RANKS_GRACE_SECONDS, drained=True)
+        await self._supervisor.drain(RANKS_GRACE_SECONDS)
         self._rings.poll()
         self._rings.report_ended()
         self._packer.flush()

@@ -245,11 +245,11 @@ class Supervisor:
             ranks = [rank for rank in ranks if not rank.has_left]
         return await self._kill(ranks, grace_seconds, commanded=True)
 
-    async def stop_all(self, grace_seconds: float, *, drained: bool = False) -> str | None:
-        """Kill all ranks without a command: the node is drained, or the agent ends."""
+    async def drain(self, grace_seconds: float) -> str | None:
+        """Kill all ranks without a command: the node is drained."""
         ranks = list(self._ranks.values())
         for rank in ranks:
-            rank.draining = rank.draining or drained
+            rank.draining = True
         return await self._kill(ranks, grace_seconds, commanded=False)
 
     async def expire(self, job: str, generation: int) -> str | None:

@@ -14,7 +14,7 @@ from paceline_demo.training import stop_jobs
 from paceline_evaluation.repair import ettr, faults, noise, torchrun
 from paceline_evaluation.repair.cluster import Database, RepairCluster, why_missing
 from paceline_evaluation.repair.schedule import PlannedTrial, draw, groups
-from paceline_evaluation.repair.trainings import Training, available_trainings
+from paceline_evaluation.repair.trainings import StepLog, Training, available_trainings
 from paceline_evaluation.repair.trial import FinalState, RunningJob, TrialResult, is_good, play
 
 KINDS = ("none", *faults.KINDS, "mttf_60")
@@ -105,19 +105,23 @@ class RepairArm:
 
     def _measure_ettr(self, report: Report, results: list[ettr.Ettr]) -> None:
         training = self.trainings[0]
+
+        def measure(launcher: str, log: StepLog) -> None:
+            found = ettr.measure(launcher, training.name, log, self.count, self.seed)
+            if found is not None:
+                results.append(found)
+
         cluster = RepairCluster(self._usual)
         with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
             running = self._job(cluster, client, training)
             running.make_steady()
-            found = ettr.measure("Paceline", training.name, running.log, self.count, self.seed)
-            results += [] if found is None else [found]
+            measure("Paceline", running.log)
             stop_jobs(cluster.url, cluster.operator_token)
             report(self.count, "")
         with torchrun.jobs() as make:
             job = make(training)
             if job.make_steady():
-                found = ettr.measure("torchrun", training.name, job.log, self.count, self.seed)
-                results += [] if found is None else [found]
+                measure("torchrun", job.log)
             report(self.count, "")
 
     def _play_all(

@@ -29,7 +29,6 @@ from paceline.checkpoints.parts import (
     ObjectPart,
     OptimizerPart,
     StatePart,
-    optimizer_of,
     part_of,
 )
 from paceline.checkpoints.position import DataPosition
@@ -209,10 +208,10 @@ class Checkpoints:
                 if has_state and getattr(value, "use_stateful_dataloader", True):
                     self._parts[name] = ObjectPart(value, is_local=True)
                 continue  # the position in others is counted
-            self._parts[name] = part_of(name, value, self._parameter_names)
-            if (optimizer := optimizer_of(value)) is not None:
+            part = self._parts[name] = part_of(name, value, self._parameter_names)
+            if isinstance(part, OptimizerPart):
                 self._counts_optimizers = True
-                optimizer.register_step_post_hook(self._stepped)
+                part.value.register_step_post_hook(self._stepped)
 
     def _parameter_names(self) -> dict[int, str]:
         """Return the full names of all parameters by `id`."""

@@ -46,7 +46,7 @@ class StatePart(Protocol):
         """Return one rest of those of all ranks, for another number of ranks."""
 
 
-def optimizer_of(value: Any) -> Optimizer | None:
+def _optimizer_of(value: Any) -> Optimizer | None:
     """Return the optimizer that steps: a wrapper such as Accelerate's has none of torch's hooks."""
     while isinstance(value, Optimizer) and "_optimizer_step_post_hooks" not in vars(value):
         value = getattr(value, "optimizer", None)
@@ -69,7 +69,7 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
     is_sequence = isinstance(value, list | tuple)
     if is_sequence and value and all(isinstance(each, nn.Module) for each in value):
         return ModulePart(value)
-    if (optimizer := optimizer_of(value)) is not None:
+    if (optimizer := _optimizer_of(value)) is not None:
         return OptimizerPart(optimizer, names_of)
     if isinstance(value, Tensor | torch.Generator):
         return TensorPart(value)

@@ -101,7 +101,6 @@ class HangDetector(Detector):
         self._earlier_stacks: dict[int, RankStackTraces] = {}  # read before this hang
         self._earlier_dumps: dict[int, Received] = {}
         self._detected_ns = 0
-        self._signaled: set[int] = set()  # ranks that reported a signal before this hang
 
     def update(self, observation: Observation) -> list[Finding]:
         if self._active is None and self._makes_progress(observation):
@@ -301,7 +300,6 @@ class HangDetector(Detector):
         frozen = ranks.frozen_seconds
         steps = [live.state.view.step for live in ranks.live if live.state]
         rank = verdict.ranks[0] if verdict.is_single else None
-        self._signaled = {r for r, view in ranks.views.items() if view.status == "stopping"}
         duration = Evidence(
             f"no rank has made progress for {frozen:.1f} s", "frozen_seconds", frozen
         )
@@ -309,7 +307,7 @@ class HangDetector(Detector):
         return self.finding(
             "hang",
             cause=verdict.cause,
-            summary=self._summary(rank, verdict.cause),
+            summary=self._summary(rank, verdict.cause, observation),
             now_ns=observation.now_ns,
             rank=rank,
             ranks=list(verdict.ranks),
@@ -337,13 +335,21 @@ class HangDetector(Detector):
         onset_ns = observation.now_ns - int(frozen * 1e9)
         return diagnose(rank, onset_ns, step, observation, self.generation, kind="hang")
 
-    def _summary(self, rank: int | None, cause: str, frame: StackFrame | None = None) -> str:
+    def _summary(
+        self,
+        rank: int | None,
+        cause: str,
+        observation: Observation,
+        frame: StackFrame | None = None,
+    ) -> str:
+        live = None if rank is None else observation.ranks.get(rank)
+        state = None if live is None else live.state
         return hang_summary(
             self.generation.subject(rank),
             cause,
             frame,
             is_rank=rank is not None,
-            was_signaled=rank in self._signaled,
+            was_signaled=state is not None and state.view.status == "stopping",
         )
 
     def _add_stacks(self, observation: Observation) -> list[Finding]:
@@ -372,7 +378,7 @@ class HangDetector(Detector):
             active,
             cause=cause,
             side=active.side if cause == active.cause else side_of(cause),
-            summary=self._summary(active.rank, cause, frame),
+            summary=self._summary(active.rank, cause, observation, frame),
             detected_ns=observation.now_ns,
             stacks=all_stacks,
             evidence=[*active.evidence, *new_evidence],

@@ -31,7 +31,7 @@ def hang_summary(
     frame: StackFrame | None,
     *,
     is_rank: bool,
-    was_signaled: bool = False,
+    was_signaled: bool,
 ) -> str:
     """Return `Rank 0 (node-0) is hung and blocks the job: its process is stopped (SIGSTOP).`
 

@@ -34,6 +34,7 @@ from paceline.checkpoints.memory.file import (
     CopyFile,
     CopyRecord,
     hashed_part,
+    local_of,
     pack_record,
     unpack_record,
 )
@@ -41,7 +42,7 @@ from paceline.checkpoints.memory.held import HeldCopies
 from paceline.checkpoints.memory.holders import RankHost, holders_of
 from paceline.checkpoints.memory.recovery import Choice, Recovery, Source
 from paceline.checkpoints.memory.schedule import CopySchedule
-from paceline.checkpoints.memory.slots import CopyLayout, CopySlot, local_of, pin
+from paceline.checkpoints.memory.slots import CopyLayout, CopySlot, pin
 from paceline.checkpoints.memory.transfer import (
     CopyServer,
     PeerConnection,

@@ -18,19 +18,20 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic, thread_time
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from paceline.checkpoints.memory.file import local_of
 
 LEAST_BYTES = 64 * 1024  # a smaller tensor is copied at the boundary
 _PIECE_BYTES = 4 << 20  # that the training thread may wait for
 _PROBE_BYTES = 64
-
 
 # By address and number of elements of this rank's part: what the script changes.
 LiveTensors: TypeAlias = dict[tuple[int, int], Tensor]
@@ -47,20 +48,17 @@ class Updates:
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._steps = [0 for _ in self._optimizers]  # since the last `live_tensors`
+        self._stepped: set[int] = set()  # numbers of optimizers, since the last `live_tensors`
         self._pending: DeferredCopy | None = None
         self._waited = 0.0
         self._handles = [
-            optimizer.register_step_pre_hook(self._hook_of(number))
+            optimizer.register_step_pre_hook(partial(self._before_step, number))
             for number, optimizer in enumerate(self._optimizers)
         ]
 
-    def _hook_of(self, number: int) -> Any:
-        def before_step(*_: object) -> None:
-            self._steps[number] += 1
-            self._finish()
-
-        return before_step
+    def _before_step(self, number: int, *_: object) -> None:
+        self._stepped.add(number)
+        self._finish()
 
     def _finish(self) -> None:
         pending, self._pending = self._pending, None
@@ -76,16 +74,15 @@ class Updates:
         are left out.
         """
         found: LiveTensors = {}
-        for number, optimizer in enumerate(self._optimizers):
-            if not self._steps[number]:
-                continue
-            self._steps[number] = 0
+        for number in self._stepped:
+            optimizer = self._optimizers[number]
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             states = [each for state in optimizer.state.values() for each in state.values()]
             for tensor in (*parameters, *states):
                 if isinstance(tensor, Tensor):
-                    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                    local = local_of(tensor)
                     found[local.data_ptr(), local.numel()] = tensor
+        self._stepped.clear()
         return found
 
     def finish_before_step(self, copy: DeferredCopy) -> None:
@@ -111,14 +108,15 @@ class DeferredCopy:
     """
 
     def __init__(self, tensors: Sequence[DeferredTensor]) -> None:
-        self._tensors = tensors
-        self._versions = self._read_versions()
-        self._probes = self._read_probes()
-        self._pieces: deque[tuple[int, int, int]] = deque()
+        self._tensors = tensors  # their memory is read until the copy is complete
+        self._pieces: deque[tuple[int, int, int]] = deque()  # target, source, bytes
+        self._probed: list[tuple[int, int]] = []  # address, bytes
         for target, source, _ in tensors:
             to, at, size = target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize
             for offset in range(0, size, _PIECE_BYTES):
                 self._pieces.append((to + offset, at + offset, min(_PIECE_BYTES, size - offset)))
+            self._probed.append((at + size // 2, min(_PROBE_BYTES, size - size // 2)))
+        self._before = self._fingerprint()
         self._in_progress = threading.Lock()  # held for one piece at a time
         self.is_intact: bool | None = None  # None: not complete yet
 
@@ -150,20 +148,12 @@ class DeferredCopy:
 
     def _check(self) -> None:
         if self.is_intact is None:
-            is_same = self._versions == self._read_versions()
-            self.is_intact = is_same and self._probes == self._read_probes()
+            self.is_intact = self._before == self._fingerprint()
 
-    def _read_versions(self) -> list[int]:
-        return [each.live._version for each in self._tensors]
-
-    def _read_probes(self) -> list[bytes]:
-        probes = []
-        for _, source, _ in self._tensors:
-            size = source.numel() * source.itemsize
-            middle = size // 2
-            address = source.data_ptr() + middle
-            probes.append(ctypes.string_at(address, min(_PROBE_BYTES, size - middle)))
-        return probes
+    def _fingerprint(self) -> tuple[list[int], list[bytes]]:
+        """Return what differs once a tensor is changed: its version, or the bytes in its middle."""
+        versions = [each.live._version for each in self._tensors]
+        return versions, [ctypes.string_at(*place) for place in self._probed]
 
 
 def _wanted_share(pressure: Path = Path("/proc/pressure/cpu")) -> float:

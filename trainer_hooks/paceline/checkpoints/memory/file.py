@@ -94,6 +94,15 @@ def read_record(path: Path) -> CopyRecord:
         return unpack_record(file.read(BLOCK_BYTES))
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank has, without a history of operations."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
+            return local
+    return tensor.detach() if type(tensor) is not Tensor or tensor.requires_grad else tensor
+
+
 def sharding_of(tensor: Tensor) -> str | None:
     """Return how a DTensor is spread, and which part of it this rank has; None for others."""
     if not isinstance(tensor, DTensor):

@@ -26,6 +26,7 @@ from paceline.checkpoints.memory.file import (
     CopyRecord,
     TensorPlace,
     hashed_part,
+    local_of,
     pack_record,
     sharding_of,
     view_of,
@@ -139,15 +140,6 @@ class CopySlot:
         os.rename(self.path, path)
         self.path = path
         self.record = record
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank has, without a history of operations."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            local: Tensor = tensor.to_local()
-            return local
-    return tensor.detach() if type(tensor) is not Tensor or tensor.requires_grad else tensor
 
 
 def pin(slot: CopySlot) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
-from paceline.checkpoints.memory.file import CopyFile, sharding_of
-from paceline.checkpoints.memory.slots import local_of
+from paceline.checkpoints.memory.file import CopyFile, local_of, sharding_of
 from paceline.checkpoints.parts import ModulePart, OptimizerPart, StatePart
 from paceline.checkpoints.trees import leaves_of, put_together
 
