@@ -127,7 +127,7 @@ class Scenario:
         self._wait_until(
             lambda: self._restarted(entry, generation),
             REPAIR_SECONDS,
-            f"{fault.kind} was not repaired within {REPAIR_SECONDS:.0f} s",
+            lambda: self._why_not_repaired(fault.kind),
         )
         # The verdict may have become more precise since the incident was opened.
         self._add_verdict(fault, entry, earlier)
@@ -184,6 +184,19 @@ class Scenario:
         if self.job["state"] in ("failed", "finished", "stopped"):
             raise ScenarioError(f"the job is {self.job['state']}: {self.job['verdict']['text']}")
         return False
+
+    def _why_not_repaired(self, kind: str) -> str:
+        waiting = [
+            action["id"]
+            for action in self.client.items("/actions", job=self.job_id)
+            if action["state"] == "proposed" and action["kind"] != "start"
+        ]
+        if waiting:
+            return (
+                f"{kind}: nobody approved the repair within {REPAIR_SECONDS:.0f} s "
+                f"(paceline actions approve {waiting[0]})"
+            )
+        return f"{kind} was not repaired within {REPAIR_SECONDS:.0f} s"
 
     def _restart_manually(self, fault: faults.PlannedFault) -> None:
         """Restart the job as an operator would in mode observe."""
@@ -290,7 +303,9 @@ class Scenario:
             step["generation"] == self.job["generation"] for step in steps
         )
 
-    def _wait_until(self, condition: Callable[[], bool], seconds: float, message: str) -> None:
+    def _wait_until(
+        self, condition: Callable[[], bool], seconds: float, message: str | Callable[[], str]
+    ) -> None:
         deadline = time.monotonic() + seconds
         while True:
             self.poll()
@@ -301,7 +316,7 @@ class Scenario:
                     f"the job is {self.job['state']}: {self.job['verdict']['text']}"
                 )
             if time.monotonic() > deadline:
-                raise ScenarioError(message)
+                raise ScenarioError(message() if callable(message) else message)
             time.sleep(POLL_SECONDS)
 
 
