@@ -1,7 +1,7 @@
 """The file JOB.gGENERATION.rRANK.end beside a ring: how a rank of an external job ended.
 
-The hooks write it when an exception ends the rank, and the adapter of a launcher writes the exit
-status. The agent reads it once the process is gone.
+The hooks write it when an exception of Python or C++ ends the rank, and the adapter of a launcher
+writes the exit status. The agent reads it once the process is gone.
 """
 
 from __future__ import annotations
@@ -38,6 +38,16 @@ def ending_path(ring: Path) -> Path:
     return ring.with_suffix(".end")
 
 
+def file_mode(directory: Path) -> int:
+    """Return the permissions of a file in this directory.
+
+    The agent may be another user, and reads it through the group, as it does the ring.
+
+    Raises OSError if there is no such directory.
+    """
+    return 0o660 if os.stat(directory).st_mode & stat.S_ISGID else 0o600
+
+
 def write_ending(ring: Path, ending: Ending) -> None:
     """Write the file; an error that the rank reported before is kept.
 
@@ -50,9 +60,7 @@ def write_ending(ring: Path, ending: Ending) -> None:
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        # The agent may be another user, and reads it through the group, as it does the ring.
-        if os.stat(path.parent).st_mode & stat.S_ISGID:
-            os.fchmod(descriptor, 0o660)
+        os.fchmod(descriptor, file_mode(path.parent))
         os.write(descriptor, encoded)
         os.rename(temporary, path)
     except OSError:

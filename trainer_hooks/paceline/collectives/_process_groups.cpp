@@ -13,16 +13,22 @@
  */
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <cxxabi.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -1255,6 +1261,87 @@ Reduced all_reduce_kernel(c10::DispatchKeySet keys, at::TensorList tensors,
 std::vector<std::unique_ptr<torch::Library>> &libraries =
     *new std::vector<std::unique_ptr<torch::Library>>;
 
+/* Writes the exception that ends the process, which a thread of NCCL, gloo or autograd threw and
+ * nothing caught, to the file from which the agent learns how the rank ended (paceline_wire.ending).
+ * Otherwise it is only on stderr, which belongs to the launcher. */
+enum class Report { NONE, DUE, BEGUN, WRITTEN };
+struct Termination {
+    std::atomic<Report> report{Report::NONE};
+    std::terminate_handler next = nullptr;
+    std::string path, temporary;
+    mode_t mode = 0600;
+    pid_t pid = 0;
+} &termination = *new Termination;
+constexpr size_t ERROR_BYTES = 2048;
+constexpr int LONGEST_REPORT_MS = 200;
+
+std::string describe_exception()
+{
+    std::string text = "terminate called";
+    const std::type_info *type = abi::__cxa_current_exception_type();
+    if (type == nullptr)
+        return text + " without an active exception";
+    int failed = 0;
+    char *name = abi::__cxa_demangle(type->name(), nullptr, nullptr, &failed);
+    text += std::string(" after throwing an instance of '") + (failed ? type->name() : name) + "'";
+    free(name);
+    try {
+        throw;
+    } catch (const std::exception &error) {
+        text += std::string("\n  what():  ") + error.what();
+    } catch (...) {
+    }
+    return text;
+}
+
+std::string quoted(const std::string &text)
+{
+    std::string out = "\"";
+    for (const unsigned char each : text.substr(0, ERROR_BYTES)) {
+        char escape[8];
+        if (each == '"' || each == '\\')
+            (out += '\\') += (char)each;
+        else if (each < 0x20)
+            out.append(escape, snprintf(escape, sizeof escape, "\\u%04x", each));
+        else
+            out += each < 0x7f ? (char)each : '?'; /* may be no UTF-8 */
+    }
+    return out + '"';
+}
+
+void write_exception()
+{
+    const std::string content = "{\"error\":" + quoted(describe_exception()) + "}";
+    const int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+    const int file = open(termination.temporary.c_str(), flags, 0600);
+    if (file < 0)
+        return;
+    const bool is_whole = fchmod(file, termination.mode) == 0 &&
+                          write(file, content.data(), content.size()) == (ssize_t)content.size();
+    close(file);
+    if (is_whole) /* an error that was reported before stays */
+        (void)!link(termination.temporary.c_str(), termination.path.c_str());
+    unlink(termination.temporary.c_str());
+}
+
+[[noreturn]] void report_termination()
+{
+    Report due = Report::DUE;
+    if (getpid() != termination.pid) { /* a child of the rank */
+    } else if (termination.report.compare_exchange_strong(due, Report::BEGUN)) {
+        try {
+            write_exception();
+        } catch (...) {
+        }
+        termination.report = Report::WRITTEN;
+    } else { /* Several threads lose a peer at once, and the first abort ends the others. */
+        for (int i = 0; i < LONGEST_REPORT_MS && termination.report == Report::BEGUN; i++)
+            usleep(1000);
+    }
+    termination.next();
+    abort();
+}
+
 } // namespace
 
 extern "C" {
@@ -1303,6 +1390,21 @@ void pl_start(const Start *start)
 }
 
 void pl_stop() { active.store(nullptr, std::memory_order_release); }
+
+/* Report an exception that ends this process in the file `path`; null: no longer. */
+void pl_report_termination(const char *path, unsigned mode)
+{
+    termination.report = Report::NONE;
+    if (path == nullptr)
+        return;
+    termination.path = path;
+    termination.temporary = termination.path + ".new";
+    termination.mode = mode;
+    termination.pid = getpid();
+    if (std::get_terminate() != report_termination)
+        termination.next = std::set_terminate(report_termination);
+    termination.report = Report::DUE;
+}
 
 void pl_set_group(uint64_t slot, uint64_t identifier, const int64_t *ranks, size_t count)
 {

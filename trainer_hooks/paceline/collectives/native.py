@@ -7,9 +7,20 @@ CUDA events; with another accelerator, Python is used.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
-from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    c_char_p,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint,
+    c_uint64,
+    c_void_p,
+)
 from functools import partial, wraps
 from typing import Any, ClassVar
 
@@ -18,6 +29,7 @@ from paceline.collectives.channels import Channels
 from paceline.collectives.process_groups import ProcessGroupRecorder
 from paceline.recorder import Recorder
 from paceline.writer import Writer, make_wait, pure_python
+from paceline_wire.ending import ending_path, file_mode
 from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,
@@ -97,6 +109,7 @@ class Library:
         functions.pl_take.argtypes = [c_int64]
         functions.pl_batch_end.argtypes = [c_void_p]
         functions.pl_set_anchor.argtypes = [c_void_p, c_int, c_uint64]
+        functions.pl_report_termination.argtypes = [c_char_p, c_uint]
         self.take_rows = _address(functions.pl_take_rows)
         self.recorder: NativeRecorder | None = None
         # All recorders of this process, because C++ writes to their memory when a call completes,
@@ -224,11 +237,15 @@ class NativeRecorder:
         addresses = [*writer.addresses(), ctypes.cast(self._define, c_void_p).value]
         self._library.functions.pl_start((c_uint64 * len(addresses))(*addresses))
         self._library.recorder = self
+        path = self._recorder.ring.path
+        report = self._library.functions.pl_report_termination
+        report(os.fsencode(ending_path(path)), file_mode(path.parent))
 
     def uninstall(self) -> None:
         """Stop recording. In a forked child: does not touch the parent's communication."""
         if self._library.recorder is self:
             self._library.functions.pl_stop()
+            self._library.functions.pl_report_termination(None, 0)
             self._library.recorder = None
 
     def finish(self) -> None:

@@ -164,8 +164,9 @@ def disconnect(order: dict[str, Any]) -> None:
         try:
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()
                     connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # not a socket, or not connected
+        except OSError:  # not a socket, or one that listens
             continue
 
 
