@@ -21,7 +21,8 @@ from paceline import hooks, requests
 from paceline.agreement import Agreement, Request, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError
 from paceline.checkpoints.layout import Saved, claim_next, run_of, saved_checkpoints
-from paceline.checkpoints.memory.copies import CapturedState, open_copies
+from paceline.checkpoints.memory.captures import Captures
+from paceline.checkpoints.memory.copies import open_copies
 from paceline.checkpoints.memory.file import CopyFile
 from paceline.checkpoints.memory.state import MemoryState
 from paceline.checkpoints.parts import (
@@ -35,7 +36,7 @@ from paceline.checkpoints.position import DataPosition
 from paceline.checkpoints.rank_group import RankGroup, reason_of
 from paceline.checkpoints.replicas import ReplicaCheck, replica_sets
 from paceline.checkpoints.roll_back import SkippingBatches, go_back, roll_back_of, skip_of
-from paceline.checkpoints.states import StoredState, capture, capture_apart
+from paceline.checkpoints.states import StoredState, capture
 from paceline.checkpoints.storage import Checkpointer, Verified
 from paceline.environment import launched_world_size
 from paceline_wire.ring import ControlKind
@@ -148,7 +149,7 @@ class Checkpoints:
                 peers,
                 run,
                 generation,
-                [part.value for part in self._parts.values() if isinstance(part, OptimizerPart)],
+                Captures(self._whole()),
                 partial(_report_no_copies, is_incident=memory is True),
             )
         if self._copies is not None and went_back:
@@ -324,7 +325,7 @@ class Checkpoints:
         self._position.step_ended()
         self._compare_replicas()
         if self._copies is not None:
-            self._copies.step_ended(self.step, self._capture_apart)
+            self._copies.step_ended(self.step)
         agreement = self._agreement
         request = None if agreement is None else agreement.at(self.step)
         if request is None and not self._is_due():
@@ -375,9 +376,6 @@ class Checkpoints:
 
     def _whole(self) -> dict[str, StatePart]:
         return self._parts | {_POSITION: ObjectPart(self._position)}
-
-    def _capture_apart(self) -> CapturedState:
-        return capture_apart(self._whole())
 
     def _leave(self) -> None:
         """End the threads; this generation ends without this process's end."""

@@ -220,7 +220,7 @@ class OptimizerPart(_Base):
         self.value = value
         self._names_of = names_of
 
-    def _parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """Return the parameters by name, in the order of their numbers in `state_dict`."""
         names = self._names_of()
         found: dict[str, Tensor] = {}
@@ -230,7 +230,7 @@ class OptimizerPart(_Base):
         return found
 
     def capture(self) -> Captured:
-        state, names = self.value.state_dict(), list(self._parameters())
+        state, names = self.value.state_dict(), list(self.parameters())
         tree = {
             "state": {names[number]: values for number, values in state["state"].items()},
             "groups": [
@@ -242,7 +242,7 @@ class OptimizerPart(_Base):
         return Captured(*take_apart(tree))
 
     def targets(self, rest: Any) -> dict[str, Tensor]:
-        parameters, found = self._parameters(), dict[str, Tensor]()
+        parameters, found = self.parameters(), dict[str, Tensor]()
         for name, parameter in parameters.items():
             current = self.value.state.get(parameter, {})
             for leaf in leaves_of(rest["state"].get(name, {})).values():
@@ -252,7 +252,7 @@ class OptimizerPart(_Base):
         return found | {leaf.name: _empty_for(leaf) for leaf in leaves_of(rest).values()}
 
     def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
-        parameters = self._parameters()
+        parameters = self.parameters()
         numbers = {name: number for number, name in enumerate(parameters)}
         kept = rest | {"state": {k: v for k, v in rest["state"].items() if k in numbers}}
         tree = put_together(kept, lambda leaf: tensors[leaf.name])

@@ -29,17 +29,6 @@ def capture(parts: Mapping[str, StatePart]) -> dict[str, Tensor]:
     return state
 
 
-def capture_apart(parts: Mapping[str, StatePart]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of all parts, and the rests by part."""
-    state: dict[str, Tensor] = {}
-    rests: dict[str, Any] = {}
-    for name, part in parts.items():
-        tensors, rest = part.capture()
-        state |= {f"{name}.{key}": value for key, value in tensors.items()}
-        rests[name] = rest
-    return state, rests
-
-
 class StoredState:
     """The state in a checkpoint, as this rank loads it. All ranks make the same calls."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 
+_PICKLE = b"\x80\x02"  # of protocol 2
 _LEAF = "paceline.tensor"  # marks a leaf in the rest, which may contain only plain types
 # Most of a rest are numbers, those of random states: they take the shortest way.
 _SCALARS = frozenset({int, float, str, bool, type(None)})
@@ -88,6 +90,20 @@ def serialize(rest: Any) -> bytes:
     return buffer.getvalue()
 
 
+def serialize_plain(rest: Any) -> bytes:
+    """Return a rest of plain types as bytes, in a tenth of the time of `serialize`."""
+    return pickle.dumps(rest, protocol=2)  # that of torch.save
+
+
+def is_decodable(content: bytes) -> bool:
+    """Return whether `decode` reads these bytes. Some types need `serialize`."""
+    try:
+        decode(content)
+    except DamagedError:
+        return False
+    return True
+
+
 def refuse_if_unsafe(content: bytes, name: str) -> None:
     """Check the bytes of a rest.
 
@@ -115,8 +131,15 @@ def encode(rest: Any, name: str) -> Tensor:
 
 def decode(content: bytes) -> Any:
     """Return a rest from its bytes. Raises DamagedError if they contain something else."""
+    file = io.BytesIO(content)
+    if content[:2] == _PICKLE:
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:  # as torch.save writes it, without tensors
+            archive.writestr("archive/data.pkl", content)
+            archive.writestr("archive/version", "3\n")
+        file.seek(0)
     try:
-        return torch.load(io.BytesIO(content), weights_only=True)
+        return torch.load(file, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise DamagedError(f"a state cannot be decoded: {error}") from error
 

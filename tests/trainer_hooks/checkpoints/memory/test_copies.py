@@ -17,9 +17,11 @@ from torch import Tensor, nn
 import paceline
 from paceline.checkpoints.layout import RUN, saved_checkpoints
 from paceline.checkpoints.memory import deferred
+from paceline.checkpoints.memory.captures import Captures
 from paceline.checkpoints.memory.copies import MemoryCopies, NodeMemory, _JobRanks
-from paceline.checkpoints.memory.deferred import DeferredCopy, Updates
+from paceline.checkpoints.memory.deferred import DeferredCopy
 from paceline.checkpoints.memory.directory import CopyDirectory
+from paceline.checkpoints.parts import part_of
 from paceline.checkpoints.rank_group import RankGroup
 from paceline.environment import memory_settings
 from paceline_wire.ring import RingReader
@@ -242,6 +244,10 @@ def test_the_directory_of_a_run_is_bounded(tmp_path: Path, root: Path) -> None:
         script.interrupt()
 
 
+def _deferred_tensors(pending: DeferredCopy | None) -> int:
+    return 0 if pending is None else sum(len(plan.live) for plan in pending._plans)
+
+
 class LargeScript:
     """A training whose weights are large enough to be copied while the next step computes.
 
@@ -265,7 +271,7 @@ class LargeScript:
     def train(self, stop_after: int, *, thread_copies: bool = True) -> None:
         for number in paceline.steps(range(100), state=self.state):
             step, pending = self.state.step, self.copies._updates._pending
-            self.deferred[step] = 0 if pending is None else len(pending._tensors)
+            self.deferred[step] = _deferred_tensors(pending)
             self.seen[step] = [each.clone() for each in self.tensors()]
             if step == stop_after:
                 break
@@ -402,13 +408,12 @@ def test_a_peer_that_never_answers_delays_no_copy(
         None,
         None,
         closed,
-        Updates([]),
+        Captures({"part": part_of("part", {"weight": torch.zeros(100)}, dict)}),
         reports.append,
     )
-    state = {"weight": torch.zeros(100)}
     copied = []
     for step in range(1, 65):
-        if copies.step_ended(step, lambda: (state, {"weight": None})):
+        if copies.step_ended(step):
             copied.append(step)
         until(lambda: not copies._is_writing)
         assert not copies.is_off
@@ -435,12 +440,11 @@ def test_a_dead_peer_is_reported_once_and_tried_again(tmp_path: Path) -> None:
         None,
         None,
         threading.Event(),
-        Updates([]),
+        Captures({"part": part_of("part", {"weight": torch.zeros(100)}, dict)}),
         reports.append,
     )
-    state = {"weight": torch.zeros(100)}
     for step in range(1, 2**12 + 1):
-        if copies.step_ended(step, lambda: (state, {"weight": None})):
+        if copies.step_ended(step):
             copies._send_after = 0.0
         until(lambda: not copies._is_writing and copies._sending is None)
         assert not copies.is_off

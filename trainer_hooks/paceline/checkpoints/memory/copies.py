@@ -19,22 +19,20 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from paceline.agreement import RankStore, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
+from paceline.checkpoints.memory.captures import Captures
 from paceline.checkpoints.memory.deferred import DeferredCopy, Updates
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName, available_bytes
 from paceline.checkpoints.memory.file import (
     CopyFile,
     CopyRecord,
     hashed_part,
-    local_of,
     pack_record,
     unpack_record,
 )
@@ -53,12 +51,15 @@ from paceline.checkpoints.memory.transfer import (
     address_towards,
 )
 from paceline.checkpoints.rank_group import RankGroup, reason_of
-from paceline.checkpoints.trees import refuse_if_unsafe, serialize
+from paceline.checkpoints.trees import (
+    is_decodable,
+    refuse_if_unsafe,
+    serialize,
+    serialize_plain,
+)
 from paceline.environment import MemorySettings, memory_settings, store_host
 
 _log = logging.getLogger(__name__)
-
-CapturedState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]  # tensors, rests by part
 
 SHARE_OF_FREE_MEMORY = 0.5  # that all ranks of a node take at most
 # The newest copy, the one before, which ranks that are slower have too, and one to write.
@@ -114,7 +115,7 @@ def open_copies(
     peers: RankGroup,
     run: str,
     generation: int,
-    optimizers: Sequence[Optimizer],
+    captures: Captures,
     report: Callable[[str], None],
 ) -> MemoryCopies | None:
     """Prepare copies in memory on all ranks. Return None if one of them cannot make any.
@@ -123,7 +124,7 @@ def open_copies(
         peers: all ranks, which make the same calls.
         run: identity of the checkpoint directory.
         generation: of the job.
-        optimizers: the only ones that change their parameters and states.
+        captures: the state. Only its optimizers change their parameters and states.
         report: called on a rank with the reason why there are no copies, or none on another node.
     """
     settings, directory, node = _prepare(run)
@@ -169,9 +170,8 @@ def open_copies(
         if peers.rank == 0:
             report(problem)
         return None
-    updates = Updates(optimizers)
     return MemoryCopies(
-        settings, directory, every, generation, memory, store, server, closed, updates, report
+        settings, directory, every, generation, memory, store, server, closed, captures, report
     )
 
 
@@ -204,7 +204,7 @@ class MemoryCopies:
         store: RankStore | None,
         server: CopyServer | None,
         closed: threading.Event,
-        updates: Updates,
+        captures: Captures,
         report: Callable[[str], None],
     ) -> None:
         self.disk: Saved | None = None  # the newest checkpoint on disk
@@ -217,12 +217,14 @@ class MemoryCopies:
         self._memory = memory
         self._server = server
         self._closed = closed
-        self._updates = updates
+        self._captures = captures
+        self._updates = Updates(captures.optimizers)
         self._defers = True  # until a deferred copy was changed
         self._report = report
         self._tls = settings.peer_tls
         self._schedule = CopySchedule(store, self._rank, self._size, settings.overhead_ratio)
         self._layout: CopyLayout | None = None
+        self._serialize: Callable[[Any], bytes] = serialize_plain
         self._slots: list[CopySlot] = []
         self._has_older_copies = True  # this node may have some of earlier generations
         self._has_old_files = False  # those of a state that was smaller
@@ -307,7 +309,7 @@ class MemoryCopies:
 
     # In the loop
 
-    def step_ended(self, step: int, capture: Callable[[], CapturedState]) -> bool:
+    def step_ended(self, step: int) -> bool:
         """Copy the state if it is time. Return whether it was. Errors turn copies off."""
         if self.is_off:
             return False
@@ -319,30 +321,31 @@ class MemoryCopies:
             self.skipped += 1
             return False
         try:
-            return self._copy(step, capture)
+            return self._copy(step)
         except Exception as error:  # raised by the script's own objects too: training continues
             self._turn_off(reason_of(error))
             return False
 
-    def _copy(self, step: int, capture: Callable[[], CapturedState]) -> bool:
+    def _copy(self, step: int) -> bool:
         started = monotonic()
-        tensors, rests = capture()
-        content = serialize(rests)  # all parts at once take less time
+        captures = self._captures
+        captures.capture()
+        content = self._serialize(captures.rests)  # all parts at once take less time
         layout = self._layout
-        if layout is None or not layout.fits(tensors):
-            layout = self._layout = CopyLayout(tensors, len(content))
+        if layout is None or not layout.fits(captures):
+            layout = self._layout = CopyLayout(captures, len(content))
         if not self._slots or self._slots[0].capacity < layout.rests_offset + len(content):
             self._is_writing = True
-            by_part = {name: serialize(rest) for name, rest in rests.items()}
-            self._tasks.put(partial(self._allocate, CopyLayout(tensors, len(content)), by_part))
+            by_part = {name: serialize(rest) for name, rest in captures.rests.items()}
+            layout = CopyLayout(captures, len(content))
+            self._tasks.put(partial(self._allocate, layout, by_part, content))
             return False
         sending = self._sending  # read before `_sent`, which is set first
         used = (sending, self._sent, self._newest)
         slot = min((slot for slot in self._slots if slot not in used), key=CopySlot.copied_step)
         slot.reuse()
-        locals_ = [local_of(tensor) for tensor in tensors.values()]
-        live = self._updates.live_tensors() if self._defers else {}
-        copy = slot.write(layout, locals_, content, live)
+        live = self._updates.live_tensors(captures.version) if self._defers else {}
+        copy = slot.write(layout, captures, content, live)
         self._updates.finish_before_step(copy)
         self._is_writing = True
         self._tasks.put(partial(self._complete, slot, step, layout, copy))
@@ -391,10 +394,12 @@ class MemoryCopies:
         self._tasks.put(partial(self._schedule.turn_off, reason))
         self._report(f"{reason} (rank {self._rank})")
 
-    def _allocate(self, layout: CopyLayout, rests: dict[str, bytes]) -> None:
+    def _allocate(self, layout: CopyLayout, by_part: dict[str, bytes], rests: bytes) -> None:
         """Create the files. Raises CheckpointError or OSError if there is no memory."""
-        for name, content in rests.items():
+        for name, content in by_part.items():
             refuse_if_unsafe(content, name)
+        if not is_decodable(rests):
+            self._serialize = serialize
         self._directory.delete_leftovers()
         for slot in self._slots:
             self._memory.release(slot.capacity)

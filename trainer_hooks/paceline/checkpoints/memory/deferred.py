@@ -17,11 +17,11 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic, thread_time
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,18 +37,13 @@ _PROBE_BYTES = 64
 LiveTensors: TypeAlias = dict[tuple[int, int], Tensor]
 
 
-class DeferredTensor(NamedTuple):
-    target: Tensor  # its place in the file
-    source: Tensor  # the part that this rank has
-    live: Tensor  # which the script changes
-
-
 class Updates:
     """The optimizers of a script: what only they change, and when."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._stepped: set[int] = set()  # numbers of optimizers, since the last `live_tensors`
+        self._live: tuple[Hashable, LiveTensors] | None = None
         self._pending: DeferredCopy | None = None
         self._waited = 0.0
         self._handles = [
@@ -67,14 +62,21 @@ class Updates:
             pending.finish()
             self._waited += monotonic() - started
 
-    def live_tensors(self) -> LiveTensors:
+    def live_tensors(self, version: Hashable) -> LiveTensors:
         """Return what only the next steps of the optimizers change.
 
         An optimizer that did not call its hook since the last time may step unnoticed: its tensors
-        are left out.
+        are left out. The result is the same object as long as it and `version`, of the tensors, are
+        the same.
         """
+        stepped, self._stepped = frozenset(self._stepped), set()
+        if self._live is None or self._live[0] != (stepped, version):
+            self._live = (stepped, version), self._find_live(stepped)
+        return self._live[1]
+
+    def _find_live(self, numbers: Iterable[int]) -> LiveTensors:
         found: LiveTensors = {}
-        for number in self._stepped:
+        for number in numbers:
             optimizer = self._optimizers[number]
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             states = [each for state in optimizer.state.values() for each in state.values()]
@@ -82,7 +84,6 @@ class Updates:
                 if isinstance(tensor, Tensor):
                     local = local_of(tensor)
                     found[local.data_ptr(), local.numel()] = tensor
-        self._stepped.clear()
         return found
 
     def finish_before_step(self, copy: DeferredCopy) -> None:
@@ -107,15 +108,9 @@ class DeferredCopy:
     that does not run. `memmove` releases the GIL and starts no threads of torch.
     """
 
-    def __init__(self, tensors: Sequence[DeferredTensor]) -> None:
-        self._tensors = tensors  # their memory is read until the copy is complete
-        self._pieces: deque[tuple[int, int, int]] = deque()  # target, source, bytes
-        self._probed: list[tuple[int, int]] = []  # address, bytes
-        for target, source, _ in tensors:
-            to, at, size = target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize
-            for offset in range(0, size, _PIECE_BYTES):
-                self._pieces.append((to + offset, at + offset, min(_PIECE_BYTES, size - offset)))
-            self._probed.append((at + size // 2, min(_PROBE_BYTES, size - size // 2)))
+    def __init__(self, plans: Iterable[CopyPlan]) -> None:
+        self._plans = list(plans)
+        self._pieces = deque(piece for plan in self._plans for piece in plan.pieces)
         self._before = self._fingerprint()
         self._in_progress = threading.Lock()  # held for one piece at a time
         self.is_intact: bool | None = None  # None: not complete yet
@@ -152,8 +147,8 @@ class DeferredCopy:
 
     def _fingerprint(self) -> tuple[list[int], list[bytes]]:
         """Return what differs once a tensor is changed: its version, or the bytes in its middle."""
-        versions = [each.live._version for each in self._tensors]
-        return versions, [ctypes.string_at(*place) for place in self._probed]
+        versions = [each._version for plan in self._plans for each in plan.live]
+        return versions, [ctypes.string_at(*place) for plan in self._plans for place in plan.probed]
 
 
 def _wanted_share(pressure: Path = Path("/proc/pressure/cpu")) -> float:
@@ -184,31 +179,49 @@ def _copy_from_device(targets: list[Tensor], sources: list[Tensor]) -> None:
     _stream.synchronize()
 
 
-def begin_copy(
-    targets: Sequence[Tensor], sources: Sequence[Tensor], live: LiveTensors
-) -> DeferredCopy:
-    """Copy what may change at any time, and return the rest as a copy that is not made yet.
+class CopyPlan:
+    """Which tensors are copied at once, and which while the next step computes."""
 
-    Args:
-        targets: in the host's memory.
-        sources: the tensors of this rank.
-        live: what only the next step of an optimizer changes.
-    """
-    now: dict[bool, tuple[list[Tensor], list[Tensor]]] = {True: ([], []), False: ([], [])}
-    later = []
-    for target, source in zip(targets, sources, strict=True):
-        changed = live.get((source.data_ptr(), source.numel()))
-        if changed is not None and _is_deferrable(source):
-            later.append(DeferredTensor(target, source, changed))
-        else:
-            for tensors, tensor in zip(now[source.is_cuda], (target, source), strict=True):
-                tensors.append(tensor)
-    with torch.no_grad():
-        if now[True][0]:
-            _copy_from_device(*now[True])
-        if now[False][0]:
-            torch._foreach_copy_(*now[False])
-    return DeferredCopy(later)
+    def __init__(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], live: LiveTensors
+    ) -> None:
+        """Make the plan, for as long as no tensor is at another address.
+
+        Args:
+            targets: in the host's memory.
+            sources: the tensors of this rank.
+            live: what only the next step of an optimizer changes.
+        """
+        self.pieces: list[tuple[int, int, int]] = []  # target, source, bytes
+        self.probed: list[tuple[int, int]] = []  # address, bytes
+        self.live: list[Tensor] = []  # those which the script changes, of the pieces
+        self._sources: list[Tensor] = []  # their memory is read until a copy is complete
+        self._now: dict[bool, tuple[list[Tensor], list[Tensor]]] = {True: ([], []), False: ([], [])}
+        for target, source in zip(targets, sources, strict=True):
+            changed = live.get((source.data_ptr(), source.numel()))
+            if changed is not None and _is_deferrable(source):
+                self._defer(target, source, changed)
+            else:
+                for tensors, tensor in zip(
+                    self._now[source.is_cuda], (target, source), strict=True
+                ):
+                    tensors.append(tensor)
+
+    def _defer(self, target: Tensor, source: Tensor, live: Tensor) -> None:
+        to, at, size = target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize
+        for offset in range(0, size, _PIECE_BYTES):
+            self.pieces.append((to + offset, at + offset, min(_PIECE_BYTES, size - offset)))
+        self.probed.append((at + size // 2, min(_PROBE_BYTES, size - size // 2)))
+        self.live.append(live)
+        self._sources.append(source)
+
+    def copy_now(self) -> None:
+        """Copy what may change at any time."""
+        with torch.no_grad():
+            if self._now[True][0]:
+                _copy_from_device(*self._now[True])
+            if self._now[False][0]:
+                torch._foreach_copy_(*self._now[False])
 
 
 def _is_deferrable(tensor: Tensor) -> bool:

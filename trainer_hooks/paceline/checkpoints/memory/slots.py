@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from paceline.checkpoints.errors import CheckpointError
-from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, begin_copy
+from paceline.checkpoints.memory.captures import CapturedPart, Captures
+from paceline.checkpoints.memory.deferred import CopyPlan, DeferredCopy, LiveTensors
 from paceline.checkpoints.memory.file import (
     ALIGNMENT,
     BLOCK_BYTES,
@@ -38,11 +39,11 @@ _SPARE_BYTES = 64 * 1024  # for rests that grow
 class CopyLayout:
     """The places of a rank's tensors in its files. It stays the same while the tensors do."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], rests_bytes: int) -> None:
+    def __init__(self, captures: Captures, rests_bytes: int) -> None:
         """Lay out the tensors. Raises CheckpointError if one cannot be copied as it is."""
-        self.key = _key_of(tensors)
+        self.key = captures.key
         places, offset = [], 0
-        for name, tensor in tensors.items():
+        for name, tensor in captures.tensors.items():
             local = local_of(tensor)
             if type(local) is not Tensor or local.layout != torch.strided or local.is_quantized:
                 kind = type(local).__name__ if type(local) is not Tensor else local.layout
@@ -59,8 +60,8 @@ class CopyLayout:
         self.rests_offset = begin + offset
         self.capacity = self.rests_offset + 2 * rests_bytes + _SPARE_BYTES
 
-    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        return self.key == _key_of(tensors)
+    def fits(self, captures: Captures) -> bool:
+        return self.key == captures.key
 
 
 class CopySlot:
@@ -84,8 +85,8 @@ class CopySlot:
             os.close(descriptor)
         self._bytes = torch.frombuffer(self.content, dtype=torch.uint8)
         self._bytes.zero_()  # maps all pages now: the training thread would wait for it later
-        self._views: list[Tensor] = []
         self._layout: CopyLayout | None = None
+        self._plans: dict[str, tuple[int, LiveTensors, CopyPlan]] = {}  # by part, with its version
         self.written_bytes = 0
 
     def copied_step(self) -> int:
@@ -100,18 +101,14 @@ class CopySlot:
             self.path = self.part
 
     def write(
-        self,
-        layout: CopyLayout,
-        tensors: Sequence[Tensor],
-        rests: bytes,
-        live: LiveTensors,
+        self, layout: CopyLayout, captures: Captures, rests: bytes, live: LiveTensors
     ) -> DeferredCopy:
         """Copy a state. Return the part that is copied later.
 
         Args:
             layout: the places of the tensors.
-            tensors: those of this rank.
-            rests: the other parts.
+            captures: the state.
+            rests: its rests.
             live: what only the next step of an optimizer changes.
 
         Raises CheckpointError if the rests have grown beyond the file.
@@ -120,15 +117,32 @@ class CopySlot:
         if end > self.capacity:
             raise CheckpointError("the state has grown")
         if self._layout is not layout:
-            self._views = [
-                view_of(self._bytes, place.offset, tensor.dtype, place.shape)
-                for place, tensor in zip(layout.places, tensors, strict=True)
-            ]
             self.content[BLOCK_BYTES : BLOCK_BYTES + len(layout.table)] = layout.table
-            self._layout = layout
+            self._layout, self._plans = layout, {}
         self.content[layout.rests_offset : end] = rests
         self.written_bytes = end
-        return begin_copy(self._views, tensors, live)
+        places = iter(layout.places)
+        plans = [
+            self._plan(part, list(islice(places, len(part.locals))), live)
+            for part in captures.parts
+        ]
+        for plan in plans:
+            plan.copy_now()
+        return DeferredCopy(plans)
+
+    def _plan(
+        self, part: CapturedPart, places: Sequence[TensorPlace], live: LiveTensors
+    ) -> CopyPlan:
+        """Return the plan of a part, the one of its last copy if nothing has changed."""
+        version, known, plan = self._plans.get(part.name, (None, None, None))
+        if plan is None or version != part.version or known is not live:
+            targets = [
+                view_of(self._bytes, place.offset, tensor.dtype, place.shape)
+                for place, tensor in zip(places, part.locals, strict=True)
+            ]
+            plan = CopyPlan(targets, part.locals, live)
+            self._plans[part.name] = part.version, live, plan
+        return plan
 
     def digest(self, total_bytes: int) -> bytes:
         """Return the SHA-256 of all that follows the record."""
@@ -148,12 +162,3 @@ def pin(slot: CopySlot) -> None:
     if cuda.is_available() and cuda.is_initialized():
         address = torch.frombuffer(slot.content, dtype=torch.uint8).data_ptr()
         cuda.cudart().cudaHostRegister(address, slot.capacity, 0)
-
-
-def _key_of(tensors: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
-    return [
-        (name, t.dtype, t.shape, t.device_mesh, t.placements)
-        if isinstance(t, DTensor)
-        else (name, t.dtype, t.shape)
-        for name, t in tensors.items()
-    ]
