@@ -38,7 +38,7 @@ def test_copies_take_at_most_the_budget(costs: list[CopyCost], every: int, send_
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CopySchedule]]:
     """Two ranks with one store, which is polled whenever they ask."""
-    for name in ("FIRST_POLL_SECONDS", "POLL_SECONDS", "POST_SECONDS"):
+    for name in ("FIRST_POLL_SECONDS", "FIRST_POST_SECONDS", "POLL_SECONDS", "POST_SECONDS"):
         monkeypatch.setattr(schedule, name, 0.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield [CopySchedule(PrefixStore("copies", store.clone()), r, 2, 0.005) for r in range(2)]
@@ -70,6 +70,24 @@ def test_all_ranks_follow_the_plan_of_the_slowest(ranks: list[CopySchedule]) -> 
         assert rank.plan is not None
         assert rank.plan.every > 1000
     assert ranks[0].plan == ranks[1].plan
+
+
+def test_the_first_plan_is_revised_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copies of a process take longer than the later ones."""
+    clock = [100.0]
+    monkeypatch.setattr(schedule, "monotonic", lambda: clock[0])
+    rank, plans = CopySchedule(None, 0, 1, 0.005), dict[int, int]()
+    for step in range(1, 1001):
+        clock[0] += 0.1
+        if rank.step_ended(step):
+            rank.copied(0.05 if clock[0] < 105 else 0.001)
+            rank.hashed(0.0)
+        rank.poll()
+        if rank.plan is not None:
+            plans.setdefault(rank.plan.every, step)
+    first, *_, last = plans
+    assert first in (100, 101), "50 ms, of 0.5% of 100 ms"
+    assert last in (2, 3), "1 ms"
 
 
 def test_a_rank_that_stops_has_all_stop(ranks: list[CopySchedule]) -> None:

@@ -18,9 +18,11 @@ import msgspec
 
 from paceline.agreement import RankStore
 
-FIRST_POLL_SECONDS = 1.0  # between polls of the store for the first plan
+FIRST_SECONDS = 60.0  # after the first plan, in which costs still fall
+FIRST_POLL_SECONDS = 1.0  # between polls of the store until then
+FIRST_POST_SECONDS = 10.0  # between the posts of a rank's costs until then
 POLL_SECONDS = 10.0
-POST_SECONDS = 60.0  # between the posts of a rank's costs
+POST_SECONDS = 60.0
 _STEPS_KEPT = 32
 _COPIES_KEPT = 4
 _COPIES_TO_PLAN = 2  # after the first, which is slower
@@ -102,6 +104,7 @@ class CopySchedule:
         self._awaits_transfer = False
         self._poll_at = 0.0
         self._post_at = 0.0
+        self._planned_at: float | None = None  # clock, of the first plan
         self._published: CopyPlan | None = None
 
     # The training thread
@@ -171,11 +174,15 @@ class CopySchedule:
         now = monotonic()
         if now < self._poll_at:
             return
-        seconds = FIRST_POLL_SECONDS if self._published is None else POLL_SECONDS
+        planned = now if self._planned_at is None else self._planned_at
+        is_first = now < planned + FIRST_SECONDS
+        # The others poll often for longer, so that they still read the plans of rank 0 in time.
+        others = self._rank != 0 and now < planned + 2 * FIRST_SECONDS
+        seconds = FIRST_POLL_SECONDS if is_first or others else POLL_SECONDS
         self._poll_at = now + seconds
         cost = self._cost()
         if cost is not None and now >= self._post_at:
-            self._post_at = now + POST_SECONDS
+            self._post_at = now + (FIRST_POST_SECONDS if is_first else POST_SECONDS)
             if self._store is None:
                 self._adopt(plan_of([cost], self._overhead_ratio, 0.0))
             else:
@@ -223,6 +230,7 @@ class CopySchedule:
     def _adopt(self, plan: CopyPlan) -> None:
         if plan != self._published:
             self._published = self._next = plan
+            self._planned_at = self._planned_at or monotonic()
 
 
 def _differs(every: int, last: int) -> bool:
