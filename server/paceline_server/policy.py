@@ -20,6 +20,7 @@ from paceline_server.policy_windows import WindowError, check_window
 Mode = Literal["default", "observe", "dry-run", "approve", "auto"]
 Resumes = Literal["seen", "yes", "no"]
 Rollback = Literal["off", "propose", "auto"]
+CheckpointIntervals = Literal["script", "advised"]
 
 _DAY_SECONDS = 86_400
 
@@ -47,6 +48,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             "restart of one that resumes waits for its next checkpoint; others need a person."
         ),
     ] = "seen"
+    checkpoint_interval: Annotated[
+        CheckpointIntervals,
+        Meta(
+            description="Who decides how often a script saves that uses `paceline.Checkpoints` "
+            "without `every`. script: every 10 minutes; advised: at the interval that costs least "
+            "with the cost of its checkpoints and the failures of the fleet, of 1 minute to 1 hour."
+        ),
+    ] = "script"
     restarts_per_hour: Annotated[
         int,
         Meta(

@@ -52,7 +52,7 @@ def test_given_fields_replace_those_of_the_base() -> None:
         ),
         ({"maintenance_windows": "Sat"}, "maintenance_windows: 'Sat' is not a window: expected D"),
         ({"approvers": 3}, "approvers: expected a list of texts, got 3"),
-        ({"patience": 1}, "patience is not a policy field; expected one of mode, resumes, resta"),
+        ({"patience": 1}, "patience is not a policy field; expected one of mode, resumes, check"),
         (
             {"mode": "manual"},
             "mode: expected one of default, observe, dry-run, approve, auto, got 'manual'",

@@ -1462,6 +1462,7 @@ export interface components {
          *         "approvers": [],
          *         "backoff_maximum_seconds": 300,
          *         "backoff_seconds": 1,
+         *         "checkpoint_interval": "script",
          *         "checkpoint_timeout_seconds": 60,
          *         "cycles_without_progress": 3,
          *         "gpu_hung_seconds": 10,
@@ -1583,6 +1584,12 @@ export interface components {
                  * @default 1
                  */
                 backoff_seconds: number;
+                /**
+                 * @description Who decides how often a script saves that uses `paceline.Checkpoints` without `every`. script: every 10 minutes; advised: at the interval that costs least with the cost of its checkpoints and the failures of the fleet, of 1 minute to 1 hour.
+                 * @default script
+                 * @enum {unknown}
+                 */
+                checkpoint_interval: "advised" | "script";
                 /**
                  * @description Time for all ranks to save before a planned restart; then the restart is called off and proposed to a person.
                  * @default 60
@@ -1821,6 +1828,12 @@ export interface components {
                  * @default 1
                  */
                 backoff_seconds: number;
+                /**
+                 * @description Who decides how often a script saves that uses `paceline.Checkpoints` without `every`. script: every 10 minutes; advised: at the interval that costs least with the cost of its checkpoints and the failures of the fleet, of 1 minute to 1 hour.
+                 * @default script
+                 * @enum {unknown}
+                 */
+                checkpoint_interval: "advised" | "script";
                 /**
                  * @description Time for all ranks to save before a planned restart; then the restart is called off and proposed to a person.
                  * @default 60
@@ -2068,6 +2081,7 @@ export interface components {
          *             "approvers": [],
          *             "backoff_maximum_seconds": 300,
          *             "backoff_seconds": 1,
+         *             "checkpoint_interval": "script",
          *             "checkpoint_timeout_seconds": 60,
          *             "cycles_without_progress": 3,
          *             "gpu_hung_seconds": 10,
@@ -2460,6 +2474,7 @@ export interface components {
          *             "approvers": [],
          *             "backoff_maximum_seconds": 300,
          *             "backoff_seconds": 1,
+         *             "checkpoint_interval": "script",
          *             "checkpoint_timeout_seconds": 60,
          *             "cycles_without_progress": 3,
          *             "gpu_hung_seconds": 10,
@@ -2535,6 +2550,12 @@ export interface components {
                  * @default 1
                  */
                 backoff_seconds: number;
+                /**
+                 * @description Who decides how often a script saves that uses `paceline.Checkpoints` without `every`. script: every 10 minutes; advised: at the interval that costs least with the cost of its checkpoints and the failures of the fleet, of 1 minute to 1 hour.
+                 * @default script
+                 * @enum {unknown}
+                 */
+                checkpoint_interval: "advised" | "script";
                 /**
                  * @description Time for all ranks to save before a planned restart; then the restart is called off and proposed to a person.
                  * @default 60
@@ -2690,6 +2711,7 @@ export interface components {
          *         "approvers": [],
          *         "backoff_maximum_seconds": 300,
          *         "backoff_seconds": 1,
+         *         "checkpoint_interval": "script",
          *         "checkpoint_timeout_seconds": 60,
          *         "cycles_without_progress": 3,
          *         "gpu_hung_seconds": 10,
@@ -2756,6 +2778,12 @@ export interface components {
                  * @default 1
                  */
                 backoff_seconds: number;
+                /**
+                 * @description Who decides how often a script saves that uses `paceline.Checkpoints` without `every`. script: every 10 minutes; advised: at the interval that costs least with the cost of its checkpoints and the failures of the fleet, of 1 minute to 1 hour.
+                 * @default script
+                 * @enum {unknown}
+                 */
+                checkpoint_interval: "advised" | "script";
                 /**
                  * @description Time for all ranks to save before a planned restart; then the restart is called off and proposed to a person.
                  * @default 60

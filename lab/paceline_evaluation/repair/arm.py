@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import click
@@ -105,23 +105,29 @@ class RepairArm:
 
     def _measure_ettr(self, report: Report, results: list[ettr.Ettr]) -> None:
         training = self.trainings[0]
+        with_disk = replace(training, checkpoint_steps=ettr.TORCHRUN_CHECKPOINT_STEPS)
+        with_memory = replace(training, checkpoint_steps=0)
 
-        def measure(launcher: str, log: StepLog) -> None:
-            found = ettr.measure(launcher, training.name, log, self.count, self.seed)
+        def measure(launcher: str, log: StepLog, training: Training) -> None:
+            found = ettr.measure(
+                launcher, training.name, log, self.count, self.seed, training.checkpoint_steps
+            )
             if found is not None:
                 results.append(found)
+            else:
+                report(0, f"{launcher} did not recover from one of the kills")
 
         cluster = RepairCluster(self._usual)
         with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
-            running = self._job(cluster, client, training)
+            running = self._job(cluster, client, with_memory)
             running.make_steady()
-            measure("Paceline", running.log)
+            measure("Paceline", running.log, with_memory)
             stop_jobs(cluster.url, cluster.operator_token)
             report(self.count, "")
         with torchrun.jobs() as make:
-            job = make(training)
+            job = make(with_disk)
             if job.make_steady():
-                measure("torchrun", job.log)
+                measure("torchrun", job.log, with_disk)
             report(self.count, "")
 
     def _play_all(

@@ -189,7 +189,9 @@ def _ettr_text(one: dict[str, Any]) -> str:
     return (
         f"ETTR of {one['launcher']} ({one['trainer']}, {one['faults']} faults in "
         f"{one['seconds']:.0f} s): {one['measured']:.3f}, {one['of_optimum']:.3f} of the optimum "
-        f"{one['optimum']:.3f} with its downtime of {one['downtime_seconds']:.1f} s."
+        f"{one['optimum']:.3f} with its downtime of {one['downtime_seconds']:.1f} s; "
+        f"{one['repeated_steps']} steps repeated, {one['new_steps']} new ones of "
+        f"{one['step_seconds'] * 1000:.0f} ms."
     )
 
 

@@ -36,7 +36,8 @@ class Training:
         axes: sizes of data, pipeline and tensor parallelism.
         script: file in SCRIPTS, and its arguments.
         preload: modules that are imported once per node.
-        checkpoint_steps: steps between two checkpoints on disk.
+        checkpoint_steps: steps between two checkpoints on disk; 0: Paceline's default interval.
+            Only `train.py` saves at other steps than its own.
         pause_seconds: part of each step that takes the place of an accelerator's work.
         emulation: arguments that make its steps longer without a change of the result.
         has_manifests: whether its checkpoints are Paceline's.
@@ -224,6 +225,7 @@ def plain_environment(training: Training, checkpoints: Path, orders: Path) -> di
     return {
         "ORDERS": str(orders),
         "STEP_SECONDS": str(training.pause_seconds),
+        "CHECKPOINT_STEPS": str(training.checkpoint_steps),
         "PACELINE_CHECKPOINT_DIRECTORY": str(checkpoints),
         "PACELINE_RING_DIRECTORY": "",  # the hooks are inert
         "PACELINE_MEMORY_DIRECTORY": "",  # no copies in memory

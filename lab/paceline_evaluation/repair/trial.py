@@ -142,7 +142,11 @@ class RunningJob:
 
     def start(self) -> None:
         policy = ("restarts_per_hour=1000", "restarts_per_day=10000", "start_timeout_seconds=90")
-        environment = (f"ORDERS={self.orders}", f"STEP_SECONDS={self.training.pause_seconds}")
+        environment = (
+            f"ORDERS={self.orders}",
+            f"STEP_SECONDS={self.training.pause_seconds}",
+            f"CHECKPOINT_STEPS={self.training.checkpoint_steps}",
+        )
         self.job_id = start_job(
             self.cluster,
             self.training.axes,
@@ -208,13 +212,16 @@ class RunningJob:
             if node["state"] == "quarantined":
                 self.client.post(f"/nodes/{node['id']}/release")
         first = self.log.first_common(self.pids())
+        if first is None:
+            return False
         saved = self.committed()
+        has_saved = self.training.checkpoint_steps == 0 or (
+            bool(saved) and saved[-1][0] > first.completed
+        )
         return (
             job["state"] == "running"
-            and first is not None
             and self.log.newest() >= first.completed + STEADY_STEPS
-            and bool(saved)
-            and saved[-1][0] > first.completed
+            and has_saved
             and self.has_all_nodes()
         )
 

@@ -5,8 +5,8 @@ al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters",
 weight of one failure, and then what this fleet has shown: Gamma(1 + failures, 3692 h + node hours).
 A job on n nodes fails n times as often.
 
-*Interval.* With a cost w of a checkpoint and a mean time M between failures, an interval t costs
-w / t + t / (2 M) of the time. The best one is sqrt(2 w M) - w (Young 1974; Daly 2006), at most M.
+*Interval.* The one that costs least (`paceline_wire.intervals`). If the policy allows it, ranks
+that leave the interval to Paceline get the mean time between failures, and apply it themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import math
 
 import msgspec
 
-from paceline_server.decide.types import Experience
+from paceline_server.decide.types import Experience, FailureHistory
 from paceline_server.decide.wording import steps_text, time_text
+from paceline_wire.intervals import best_interval_seconds
 
 PRIOR_FAILURES = 1.0
 PRIOR_NODE_SECONDS = PRIOR_FAILURES * 1000 * 86_400 / 6.5
@@ -46,8 +47,7 @@ def interval_advice(shown: Experience, step_seconds: float | None) -> IntervalAd
     if not cost or not now or not step_seconds or not shown.nodes or shown.fleet is None:
         return None
     fleet = shown.fleet
-    shape = PRIOR_FAILURES + fleet.failures
-    node_seconds = PRIOR_NODE_SECONDS + fleet.node_seconds
+    shape, node_seconds = _posterior(fleet)
     mttf = node_seconds / shape / shown.nodes
     low, high = (node_seconds / gamma_quantile(shape, z) / shown.nodes for z in (_Z_90, -_Z_90))
     best = best_interval_seconds(cost, mttf)
@@ -68,9 +68,15 @@ def interval_advice(shown: Experience, step_seconds: float | None) -> IntervalAd
     return msgspec.structs.replace(found, text=_text(found, now))
 
 
-def best_interval_seconds(cost: float, mttf: float) -> float:
-    """Return the interval that costs least. Args are seconds."""
-    return math.sqrt(2.0 * cost * mttf) - cost if cost < mttf / 2.0 else mttf
+def mttf_environment(shown: Experience, nodes: int) -> dict[str, str]:
+    """Return the variable with the mean time between failures of a job on so many nodes."""
+    shape, node_seconds = _posterior(shown.fleet or FailureHistory(0, 0.0))
+    return {"PACELINE_MTTF_SECONDS": f"{node_seconds / shape / nodes:.0f}"}
+
+
+def _posterior(fleet: FailureHistory) -> tuple[float, float]:
+    """Return the parameters of the distribution of the failures per node and second."""
+    return PRIOR_FAILURES + fleet.failures, PRIOR_NODE_SECONDS + fleet.node_seconds
 
 
 def overhead_ratio(cost: float, interval: float, mttf: float) -> float:

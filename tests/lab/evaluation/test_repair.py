@@ -18,7 +18,7 @@ from paceline_evaluation.repair.faults import KINDS, PLANS
 from paceline_evaluation.repair.noise import SimulatedJob
 from paceline_evaluation.repair.schedule import draw, groups
 from paceline_evaluation.repair.torchrun import FAULTS
-from paceline_evaluation.repair.trainings import TRAININGS, WORLD, StepLog
+from paceline_evaluation.repair.trainings import TRAININGS, WORLD, LoggedStep, StepLog
 from paceline_evaluation.repair.trial import TrialResult, is_good, judge_recovery
 from paceline_server.decide.interval_advice import overhead_ratio
 
@@ -129,9 +129,25 @@ def test_the_optimum_is_that_of_free_checkpoints_after_each_step() -> None:
     assert ettr.optimum(downtime, step, mttf) == pytest.approx(
         1.0 - downtime / mttf - overhead_ratio(0.0, step, mttf)
     )
-    found = ettr.result("Paceline", "ddp", 600.0, 5_300, 0.1, [6.0] * 10)
+    found = ettr.result("Paceline", "ddp", 600.0, 5_300, 40, 0.1, [6.0] * 10)
     assert found.measured == pytest.approx(530 / 600)
     assert found.ratio == pytest.approx(found.measured / 0.8991667)
+
+
+def test_an_undisturbed_step_is_neither_early_nor_just_after_a_checkpoint() -> None:
+    steps, now = [], 0.0
+    for pid in (1, 2):
+        begin = now
+        for completed in range(1, 301):
+            is_disturbed = now < begin + ettr.UNDISTURBED_SECONDS or completed % 50 in (1, 2, 3)
+            now += 0.3 if is_disturbed else 0.1
+            steps.append(LoggedStep(pid, completed, now))
+        now += 7.0
+    assert ettr.undisturbed_step_seconds(steps, 50) == pytest.approx(0.1)
+    with_checkpoints = ettr.undisturbed_step_seconds(steps)
+    assert with_checkpoints is not None
+    assert with_checkpoints > 0.105
+    assert ettr.undisturbed_step_seconds(steps[:20]) is None
 
 
 def test_json_has_the_documented_keys_and_the_same_faults_stand_beside_torchrun() -> None:
@@ -140,7 +156,7 @@ def test_json_has_the_documented_keys_and_the_same_faults_stand_beside_torchrun(
     other = TrialResult("server", "server killed", "ddp", outcome="left alone", is_right=True)
     baseline = TrialResult("process", "rank killed", "ddp", launcher="torchrun")
     results = RepairResults(trials=[killed, other], baseline=[baseline])
-    results.ettr.append(ettr.result("Paceline", "ddp", 600.0, 5_300, 0.1, [6.0] * 10))
+    results.ettr.append(ettr.result("Paceline", "ddp", 600.0, 5_300, 40, 0.1, [6.0] * 10))
     found = json.loads(json.dumps(report.figures(results, ["clock: needs root"])))
     assert list(found["by_kind"]) == ["process", "server"]
     assert {"overall", "by_way", "by_trainer", "skipped"} <= found.keys()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from msgspec.structs import replace
 
 from paceline_server.decide.interval_advice import (
-    best_interval_seconds,
     gamma_quantile,
     interval_advice,
     overhead_ratio,
 )
 from paceline_server.decide.types import Experience, FailureHistory
+from paceline_server.policy import Policy
+from paceline_wire.commands import StartRanks
+from paceline_wire.intervals import best_interval_seconds
+
+from .simulator import World
 
 # With the prior of 3,692.3 node hours 12,845.3: a failure of 100 nodes every 32.1 h.
 SHOWN = Experience(
@@ -26,6 +32,21 @@ def test_the_best_interval_is_that_of_young_and_daly() -> None:
     assert best_interval_seconds(9.0, 115_600.0) == pytest.approx(1433.5, abs=0.1)
     assert overhead_ratio(9.0, 1433.5, 115_600.0) == pytest.approx(0.01248, abs=1e-5)
     assert best_interval_seconds(100.0, 150.0) == 150.0
+
+
+@pytest.mark.parametrize("interval", ["script", "advised"])
+def test_ranks_get_the_mean_time_between_failures_if_the_policy_allows_it(
+    world: World, interval: Literal["script", "advised"]
+) -> None:
+    world.policy = Policy(mode="auto", checkpoint_interval=interval)
+    world.crash(3)
+    world.until_running(2)
+    commands = [one.command for one in world.commands if isinstance(one.command, StartRanks)]
+    newest = [command for command in commands if command.generation == 2]
+    expected = {"PACELINE_MTTF_SECONDS": f"{1000 * 86_400 / 6.5 / 4:.0f}"}
+    assert len(newest) == 4, "one per node"
+    for command in newest:
+        assert command.environment == (expected if interval == "advised" else {})
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.25, 2.0])

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from paceline import hooks, requests
 from paceline.agreement import Agreement, Request, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError
+from paceline.checkpoints.interval import CheckpointInterval
 from paceline.checkpoints.layout import Saved, claim_next, run_of, saved_checkpoints
 from paceline.checkpoints.memory.captures import Captures
 from paceline.checkpoints.memory.copies import open_copies
@@ -43,7 +44,6 @@ from paceline_wire.ring import ControlKind
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_SECONDS = 600.0  # between checkpoints, if `every` is not given
 # A rank that never comes to a save lets the others wait for it for so long, in their threads.
 _TIMEOUT = timedelta(minutes=10)
 _POSITION = "position"
@@ -79,7 +79,8 @@ class Checkpoints:
 
         Args:
             directory: shared by all ranks.
-            every: steps between checkpoints; 0: only on request; default: one every 10 minutes.
+            every: steps between checkpoints; 0: only on request; default: one every 10 minutes,
+                or at the advised interval if the policy of the job allows it.
             keep: number of checkpoints to keep.
             memory: whether the state is also copied to the memory of this node and of another one,
                 every few steps, for a restart after a crash. "auto": if there is room; the reason
@@ -121,6 +122,7 @@ class Checkpoints:
         self._taken = False  # a batch, since the last boundary
         self._agreement: Agreement | None = None
         self._saved_at = monotonic()
+        self._interval = CheckpointInterval(os.environ)
         self._skip = skip_of(os.environ)
         self._batches: SkippingBatches | None = None  # batches of the epoch in progress
         peers = RankGroup(group)
@@ -353,7 +355,7 @@ class Checkpoints:
             return self._every > 0 and self.step % self._every == 0
         if self._agreement is not None and self._checkpointer.peers.rank == 0:
             now = monotonic()
-            if now - self._saved_at > DEFAULT_SECONDS:
+            if now - self._saved_at > self._interval.seconds():
                 self._saved_at = now
                 self._agreement.request(ControlKind.CHECKPOINT)
         return False
@@ -390,13 +392,14 @@ class Checkpoints:
             self._copies.close_at_end(is_complete=self._is_searched and not self.stopped)
 
     def _save(self) -> None:
-        self._saved_at = monotonic()
+        self._saved_at = started = monotonic()
         state, failure = dict[str, Tensor](), None
         try:
             state = capture(self._whole())
         except Exception as error:  # raised by the script's own objects: training continues
             failure = f"{reason_of(error)} (rank {self._checkpointer.peers.rank})"
         self._checkpointer.save(self.step, state, failure)
+        self._interval.saved(monotonic() - started)
 
     def _search(self) -> None:
         """Choose the checkpoint to resume from, and read its position."""

@@ -29,7 +29,6 @@ import paceline
 WIDTH = 64
 LAYERS = 4
 SAMPLES = 512
-CHECKPOINT_STEPS = 20
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -127,7 +126,7 @@ def main(trainer: str) -> None:
     ]()
     state = paceline.Checkpoints(
         os.environ["PACELINE_CHECKPOINT_DIRECTORY"],
-        every=CHECKPOINT_STEPS,
+        every=int(os.environ["CHECKPOINT_STEPS"]) or None,
         model=model,
         optimizer=optimizer,
     )

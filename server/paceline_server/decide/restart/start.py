@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from paceline_server.decide.checkpoints import after_restart
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.incidents import resolve_repaired
+from paceline_server.decide.interval_advice import mttf_environment
 from paceline_server.decide.nodes import fatal_findings, silent_agents
 from paceline_server.decide.placement import RankLayout
 from paceline_server.decide.progress import (
@@ -80,6 +81,10 @@ def _command(
     command_id: int,
 ) -> Command:
     spec = draft.view.spec
+    own = roll_back_environment(draft.experience)
+    if draft.policy.checkpoint_interval == "advised":
+        nodes = {rank.agent_id for rank in draft.ranks}
+        own |= mttf_environment(draft.experience, len(nodes))
     return kind(
         command_id=command_id,
         job=draft.view.job_id,
@@ -87,7 +92,7 @@ def _command(
         topology=draft.topology,
         ranks=[RankSpec(rank.rank, rank.local_rank, rank.gpu) for rank in ranks],
         argv=spec.argv,
-        environment=spec.environment | roll_back_environment(draft.experience),
+        environment=spec.environment | own,
         directory=spec.directory,
         master_address=master.address,
         master_port=master.rendezvous_port,

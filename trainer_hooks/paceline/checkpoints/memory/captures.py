@@ -106,7 +106,7 @@ class _Rest(NamedTuple):
 
 
 class _Watch(Protocol):
-    """What a captured state was made of."""
+    """The objects that a captured state was made of."""
 
     def rest_if_unchanged(self) -> _Rest | None:
         """Return the rest of the state of now, if its tensors are the captured ones."""
@@ -127,7 +127,7 @@ class _WatchedTensor(NamedTuple):
     owner: Mapping[Any, Any]
     name: object
     tensor: Tensor
-    local: Tensor | None  # of a DTensor
+    local: Tensor | None  # its part that this rank has; None if it is no DTensor
     address: int
 
     @classmethod
@@ -193,9 +193,10 @@ class _OptimizerWatch:
     """The parameters of an optimizer and its states, if these are tensors."""
 
     def __init__(self, optimizer: Optimizer, names: list[str], state: Any) -> None:
+        """`names`: those of the parameters; `state`: its part of the rest."""
         self._optimizer = optimizer
-        self._names = names  # of the parameters
-        self._state = state  # its part of the rest
+        self._names = names
+        self._state = state
         self._parameters = _parameters_of(optimizer)
         self._entries = [
             (values, len(values), parameter) for parameter, values in optimizer.state.items()

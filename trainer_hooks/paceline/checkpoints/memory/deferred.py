@@ -108,7 +108,7 @@ class DeferredCopy:
     that does not run. `memmove` releases the GIL and starts no threads of torch.
     """
 
-    def __init__(self, plans: Iterable[CopyPlan]) -> None:
+    def __init__(self, plans: Iterable[TensorPlan]) -> None:
         self._plans = list(plans)
         self._pieces = deque(piece for plan in self._plans for piece in plan.pieces)
         self._before = self._fingerprint()
@@ -179,7 +179,7 @@ def _copy_from_device(targets: list[Tensor], sources: list[Tensor]) -> None:
     _stream.synchronize()
 
 
-class CopyPlan:
+class TensorPlan:
     """Which tensors are copied at once, and which while the next step computes."""
 
     def __init__(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.checkpoints.errors import CheckpointError
 from paceline.checkpoints.memory.captures import CapturedPart, Captures
-from paceline.checkpoints.memory.deferred import CopyPlan, DeferredCopy, LiveTensors
+from paceline.checkpoints.memory.deferred import TensorPlan, DeferredCopy, LiveTensors
 from paceline.checkpoints.memory.file import (
     ALIGNMENT,
     BLOCK_BYTES,
@@ -86,7 +86,9 @@ class CopySlot:
         self._bytes = torch.frombuffer(self.content, dtype=torch.uint8)
         self._bytes.zero_()  # maps all pages now: the training thread would wait for it later
         self._layout: CopyLayout | None = None
-        self._plans: dict[str, tuple[int, LiveTensors, CopyPlan]] = {}  # by part, with its version
+        self._plans: dict[
+            str, tuple[int, LiveTensors, TensorPlan]
+        ] = {}  # by part, with its version
         self.written_bytes = 0
 
     def copied_step(self) -> int:
@@ -132,7 +134,7 @@ class CopySlot:
 
     def _plan(
         self, part: CapturedPart, places: Sequence[TensorPlace], live: LiveTensors
-    ) -> CopyPlan:
+    ) -> TensorPlan:
         """Return the plan of a part, the one of its last copy if nothing has changed."""
         version, known, plan = self._plans.get(part.name, (None, None, None))
         if plan is None or version != part.version or known is not live:
@@ -140,7 +142,7 @@ class CopySlot:
                 view_of(self._bytes, place.offset, tensor.dtype, place.shape)
                 for place, tensor in zip(places, part.locals, strict=True)
             ]
-            plan = CopyPlan(targets, part.locals, live)
+            plan = TensorPlan(targets, part.locals, live)
             self._plans[part.name] = part.version, live, plan
         return plan
 
