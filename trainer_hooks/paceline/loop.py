@@ -50,7 +50,9 @@ class LoopWatcher(Protocol):
 class Resumable(Protocol):
     """The state of a script, which is saved and resumed at the boundaries of its loop."""
 
-    step: int | None  # completed ones; None: the loop counts them
+    @property
+    def step(self) -> int | None:
+        """Number of completed steps; None: the loop counts them."""
 
     def begin(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Begin an iteration over the loader, where the saved one was."""

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch.distributed as dist
@@ -495,3 +495,10 @@ def _report_no_copies(reason: str, *, is_incident: bool) -> None:
     _log.warning("Copies in memory: %s.", reason)
     if is_incident:
         hooks.checkpoint_failed(f"copies in memory: {reason}")
+
+
+if TYPE_CHECKING:
+    from paceline.loop import Resumable
+
+    def _state_of_steps(state: Checkpoints) -> Resumable:
+        return state
