@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -204,12 +205,32 @@ def test_a_module_with_a_hook_is_asked_each_time(asked: list[nn.Module]) -> None
     assert len(asked) == 2
 
 
-def test_an_optimizer_with_a_state_of_its_own_is_asked_each_time() -> None:
+def test_a_module_with_a_state_of_its_own_is_asked_each_time(asked: list[nn.Module]) -> None:
+    class Trainable(nn.Linear):
+        """A module that saves only the parameters that are trained."""
+
+        def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+            state = super().state_dict(*args, **options)
+            return {k: v for k, v in state.items() if getattr(self, k).requires_grad}
+
+    module = Trainable(4, 4)
+    captures = Captures({"model": part_of("model", module, dict)})
+    captures.capture()
+    module.bias.requires_grad_(False)
+    captures.capture()
+    assert list(captures.tensors) == ["model.weight"]
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("of_instance", [False, True])
+def test_an_optimizer_with_a_state_of_its_own_is_asked_each_time(of_instance: bool) -> None:
     class Own(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "own": self.own}
+            return {**torch.optim.SGD.state_dict(self), "own": self.own}
 
-    training = Training(Own)
+    training = Training(torch.optim.SGD if of_instance else Own)
+    if of_instance:
+        training.optimizer.state_dict = partial(Own.state_dict, training.optimizer)  # type: ignore
     captures = Captures(training.parts())
     for number in range(3):
         training.optimizer.own = number  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from paceline.checkpoints.trees import take_apart
 
 # Name, type, shape and how it is spread: two states with equal keys have the same places in a file.
 TensorKey: TypeAlias = tuple[object, ...]
+_Trained: TypeAlias = ModulePart | OptimizerPart
 _HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 
 
@@ -47,9 +48,8 @@ class Captures:
 
     @property
     def version(self) -> tuple[int, ...]:
-        """A value that is another one once a module or optimizer has a tensor at another place."""
-        kinds = ModulePart | OptimizerPart
-        return tuple(each.version for each in self.parts if isinstance(each.part, kinds))
+        """A value that is another one once a module or optimizer may have other tensors."""
+        return tuple(each.version for each in self.parts if isinstance(each.part, _Trained))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -93,7 +93,8 @@ class CapturedPart:
         locals_ = [local_of(tensor) for tensor in tensors.values()]
         key = [_key_of(name, tensor) for name, tensor in tensors.items()]
         addresses = [_address_of(tensor) for tensor in locals_]
-        if (key, addresses) != (self.key, self._addresses):
+        is_trained = isinstance(self.part, _Trained)  # of other parts only the place counts
+        if is_trained or (key, addresses) != (self.key, self._addresses):
             self.version += 1
             self.tensors, self.locals = tensors, locals_
             self.key, self._addresses = key, addresses
@@ -166,6 +167,8 @@ class _ModuleWatch:
         if captured.rest:  # such as a module's `get_extra_state`
             return None
         modules = list(dict.fromkeys(each for root in roots for each in root.modules()))
+        if not all(_is_usual(each, nn.Module) for each in modules):
+            return None
         tensors = [
             _WatchedTensor.of(owner, name, tensor)
             for module in modules
@@ -210,11 +213,11 @@ class _OptimizerWatch:
     @classmethod
     def of(cls, part: OptimizerPart, captured: Captured) -> _OptimizerWatch | None:
         optimizer, rest = part.value, captured.rest
-        is_usual = type(optimizer).state_dict is Optimizer.state_dict and not any(
-            vars(optimizer).get(name) for name in _HOOKS
-        )
         values = chain.from_iterable(state.values() for state in optimizer.state.values())
-        if not is_usual or rest.keys() != {"state", "groups"}:
+        has_hooks = any(vars(optimizer).get(name) for name in _HOOKS)
+        if has_hooks or not _is_usual(optimizer, Optimizer):
+            return None
+        if rest.keys() != {"state", "groups"}:
             return None
         if not all(isinstance(value, Tensor) for value in values):
             return None
@@ -244,6 +247,11 @@ class _OptimizerWatch:
             first = end
         tensors, rest = take_apart(groups)
         return None if tensors else _Rest({"state": self._state, "groups": rest})
+
+
+def _is_usual(value: nn.Module | Optimizer, base: type[nn.Module | Optimizer]) -> bool:
+    """Return whether the state of an object is what torch makes of it."""
+    return type(value).state_dict is base.state_dict and "state_dict" not in vars(value)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

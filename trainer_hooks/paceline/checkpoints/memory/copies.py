@@ -27,7 +27,7 @@ from paceline.agreement import RankStore, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
 from paceline.checkpoints.memory.captures import Captures
-from paceline.checkpoints.memory.deferred import DeferredCopy, Updates
+from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, Updates
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName, available_bytes
 from paceline.checkpoints.memory.file import (
     CopyFile,
@@ -68,6 +68,7 @@ OWN_SLOTS = 3
 OWN_SLOTS_OF_SENDERS = 4
 LONGEST_PAUSE_SECONDS = 300.0  # after failed transfers
 _CLOSE_SECONDS = 2.0
+_NOTHING_LIVE: LiveTensors = {}  # if nothing is deferred
 
 
 class NodeMemory:
@@ -344,7 +345,7 @@ class MemoryCopies:
         used = (sending, self._sent, self._newest)
         slot = min((slot for slot in self._slots if slot not in used), key=CopySlot.copied_step)
         slot.reuse()
-        live = self._updates.live_tensors(captures.version) if self._defers else {}
+        live = self._updates.live_tensors(captures.version) if self._defers else _NOTHING_LIVE
         copy = slot.write(layout, captures, content, live)
         self._updates.finish_before_step(copy)
         self._is_writing = True

@@ -86,9 +86,8 @@ class CopySlot:
         self._bytes = torch.frombuffer(self.content, dtype=torch.uint8)
         self._bytes.zero_()  # maps all pages now: the training thread would wait for it later
         self._layout: CopyLayout | None = None
-        self._plans: dict[
-            str, tuple[int, LiveTensors, TensorPlan]
-        ] = {}  # by part, with its version
+        # By part, with the version and the live tensors that they were made for.
+        self._plans: dict[str, tuple[int, LiveTensors, TensorPlan]] = {}
         self.written_bytes = 0
 
     def copied_step(self) -> int:
