@@ -32,6 +32,8 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 _REQUEST_BYTES = 1 << 20
+# Imported by optimizers and DDP, and by `paceline.Checkpoints`, only when these are used.
+_IMPORTED_LATER = ("torch._dynamo", "paceline.checkpoints.checkpoints")
 _ARGUMENTS, _ENVIRONMENT = 45, 47  # arg_start, env_start in proc_pid_stat(5), from field 3
 
 
@@ -61,8 +63,9 @@ def preload(modules: list[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     if "torch" in sys.modules:
-        with contextlib.suppress(ImportError):  # optimizers and DDP import it when first used
-            importlib.import_module("torch._dynamo")
+        for name in _IMPORTED_LATER:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     if threading.active_count() > 1:
         raise RuntimeError("an import started threads, which a forked rank would not have")
     torch = sys.modules.get("torch")

@@ -74,7 +74,7 @@ class Training:
         return [(step, path) for _, step, path in sorted(found)]
 
 
-_PLAIN = ("torch.distributed.fsdp", "torch.distributed.pipelining", "paceline.checkpoints")
+_PLAIN = ("torch.distributed.fsdp", "torch.distributed.pipelining")
 TRAININGS = (
     Training("ddp", (4, 1, 1), ("train.py", "ddp"), _PLAIN),
     Training("fsdp2", (4, 1, 1), ("train.py", "fsdp2"), _PLAIN),

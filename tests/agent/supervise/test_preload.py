@@ -427,9 +427,16 @@ def test_a_repeated_command_keeps_a_fork_server_without_ranks_and_starts_it_agai
 
 
 def test_what_torch_imports_when_first_used_is_imported_with_it(job: Job) -> None:
-    """Optimizers and DDP import torch._dynamo, which takes as long as torch itself."""
+    """Optimizers and DDP import torch._dynamo, which takes as long as torch itself.
+
+    `paceline.Checkpoints` imports torch.distributed.checkpoint.
+    """
     job.modules = "slow,torch"
-    code = "import sys; assert 'torch._dynamo' in sys.modules"
+    code = (
+        "import sys; assert {'torch._dynamo', 'torch.distributed.checkpoint'} <= set(sys.modules)"
+        "; import paceline; before = set(sys.modules); paceline.Checkpoints"
+        "; assert before == set(sys.modules), set(sys.modules) - before"
+    )
     assert forked(job, code=code).exit_code == 0
 
 
