@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.checkpoints.errors import CheckpointError
 from paceline.checkpoints.memory.captures import CapturedPart, Captures
-from paceline.checkpoints.memory.deferred import TensorPlan, DeferredCopy, LiveTensors
+from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, TensorPlan
 from paceline.checkpoints.memory.file import (
     ALIGNMENT,
     BLOCK_BYTES,
