@@ -37,9 +37,10 @@ types: $(READY)
 web: $(WEB_READY)
 	cd web && npm run --silent check && npm run --silent lint && npm run --silent test && npm run --silent verify
 
+# The first run is of one process: it caches the compiled test files for the parallel ones.
 unit: $(READY) browser
-	$(BIN)/pytest -m "not campaign and not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -m "alone and not campaign"
+	$(BIN)/pytest -m "not campaign and not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks --json bench.json $(ONLY)

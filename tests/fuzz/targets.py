@@ -297,10 +297,20 @@ class HttpRequest(FuzzTarget):
         self._server = RunningServer(Settings(database_url=self._url, port=0, role="api"))
         self._server.start()
         self._address = ("127.0.0.1", int(self._server.url.rpartition(":")[2]))
+        self._engine = sqlalchemy.create_engine(self._url)
+        (tables := sqlalchemy.MetaData()).reflect(self._engine)
+        count = sqlalchemy.func.count()
+        counts = [
+            sqlalchemy.select(count).select_from(table).scalar_subquery().label(name)
+            for name, table in tables.tables.items()
+        ]
+        assert counts
+        self._counts = sqlalchemy.select(*counts)
         self._rows_before = self._rows()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._engine.dispose()
         self._server.stop()
         super().__exit__()
 
@@ -345,17 +355,8 @@ class HttpRequest(FuzzTarget):
         assert self._rows() == self._rows_before
 
     def _rows(self) -> dict[str, int]:
-        engine = sqlalchemy.create_engine(self._url)
-        tables = sqlalchemy.MetaData()
-        tables.reflect(engine)
-        count = sqlalchemy.func.count()
-        with engine.connect() as connection:
-            rows = {
-                name: connection.execute(sqlalchemy.select(count).select_from(table)).scalar_one()
-                for name, table in tables.tables.items()
-            }
-        engine.dispose()
-        return rows
+        with self._engine.connect() as connection:
+            return dict(connection.execute(self._counts).one()._mapping)
 
 
 def _receive(connection: socket.socket) -> bytes:

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("agent", "cli", "lab", "server", "trainer_hooks", "web/paceline_web", "wire")
+# Without plugins that take longer to import than the tests.
+PYTEST = ("-m", "pytest", "-q", *("-p", "no:cacheprovider", "-p", "no:schemathesis"))
 ROOTS = ("wire", "trainer_hooks", "agent", "server", "web", "cli", "lab")
 
 
@@ -67,7 +69,7 @@ def test_a_collector_is_four_things(project: Path) -> None:
 
     checks = (str(tests / "test_swap.py"), str(tests / "test_documentation.py"))
     catalog = "tests/agent/expose/test_catalog.py"
-    checked = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *checks, catalog)
+    checked = run(project, *PYTEST, *checks, catalog)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     shown = run(
         project,
@@ -94,6 +96,6 @@ def test_a_collector_without_its_row_is_noticed(project: Path) -> None:
         .replace("paceline_rank_info", "paceline_unnamed_info")
     )
     page = "tests/agent/collect/collectors/test_documentation.py"
-    checked = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", page)
+    checked = run(project, *PYTEST, page)
     assert checked.returncode == 1
     assert "test_every_collector_has_its_row" in checked.stdout

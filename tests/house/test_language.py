@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,6 +22,12 @@ WORDS: dict[str, str] = RULES["identifiers"]
 PHRASES = {re.compile(pattern, re.IGNORECASE): use for pattern, use in RULES["phrases"].items()}
 ANY_PHRASE = re.compile("|".join(f"(?:{pattern})" for pattern in RULES["phrases"]), re.IGNORECASE)
 OPENINGS = {re.compile(pattern): use for pattern, use in RULES["openings"].items()}
+# In Python source. `tokenize` takes twenty times as long.
+COMMENT_OR_STRING = re.compile(
+    r"""#[^\n]*|(?:\b[rbfuRBFU]{1,2})?(?:"{3}(?:\\.|[^\\])*?"{3}|'{3}(?:\\.|[^\\])*?'{3}"""
+    r"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""",
+    re.DOTALL,
+)
 # Recorded data of other programs, generated files, and the list of banned words itself.
 EXCLUDED = (
     "fixtures/",
@@ -102,19 +106,20 @@ def definitions_in(path: Path) -> Definitions:
 
 
 def python_prose(source: str, docstrings: set[int]) -> Iterator[Text]:
-    """Yield docstrings, comments (consecutive lines joined) and string literals."""
-    comment: list[str] = []
+    """Yield docstrings, comments (line by line) and string literals."""
+    line, counted = 1, 0  # the line at this position
     previous = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        line = token.start[0]
-        if token.type == tokenize.COMMENT:
-            text = token.string.lstrip("#!: ")
-            continues = line == previous + 1 and token.line.lstrip().startswith("#")
-            comment = [*comment, text] if continues else [text]
+    for found in COMMENT_OR_STRING.finditer(source):
+        token, begin = found.group(), found.start()
+        line += source.count("\n", counted, begin)
+        counted = begin
+        if token.startswith("#"):
+            indentation = source[source.rfind("\n", 0, begin) + 1 : begin]
+            continues = line == previous + 1 and not indentation.strip()
             previous = line
-            yield Text(line, text, opens=not continues)
-        elif token.type == tokenize.STRING:
-            text = token.string.strip("rbfuRBFU").strip("\"'")
+            yield Text(line, token.lstrip("#!: "), opens=not continues)
+        else:
+            text = token.strip("rbfuRBFU").strip("\"'")
             yield Text(line, text, opens=line in docstrings)
 
 

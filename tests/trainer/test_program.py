@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from paceline_trainer.errors import TrainerSettingsError
 from paceline_trainer.settings import read_place
 from paceline_wire.ring import AckStatus, ControlKind, RingError, RingReader
 from paceline_wire.topology import Topology
+from tests.forked_python import ForkedPython
 from tests.ports import free_port
 
 SMALL = ["--layers", "2", "--width", "16", "--sequence-length", "16", "--global-batch-size", "8"]
@@ -41,7 +40,7 @@ class Job:
 
     def _start(
         self, rank: int, dp: int, more: dict[str, str], arguments: list[str]
-    ) -> subprocess.Popen[bytes]:
+    ) -> ForkedPython:
         environment = os.environ | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -56,8 +55,9 @@ class Job:
             **more,
         }
         with self.logs[rank].open("wb") as log:
-            command = [sys.executable, "-m", "paceline_trainer", *SMALL, *arguments]
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            program = ["-m", "paceline_trainer", *SMALL, *arguments]
+            output = log.fileno()
+            return ForkedPython(program, environment, stdout=output, stderr=output)
 
     def ring(self, rank: int) -> RingReader:
         path = self.directory / f"local.g{self.generation}.r{rank}.ring"
@@ -144,7 +144,7 @@ def test_all_ranks_end_when_one_dies_and_sigterm_ends_a_rank(
 
     alone = start("--steps", "100000", dp=1, generation=1)
     alone.eventually(lambda: alone.losses())
-    alone.ranks[0].terminate()
+    alone.ranks[0].send_signal(signal.SIGTERM)
     assert alone.exit_codes() == [-signal.SIGTERM]
 
 

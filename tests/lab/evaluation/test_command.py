@@ -20,7 +20,7 @@ from paceline_evaluation.scoring import TrialVerdict
 from paceline_evaluation.trial import Length
 
 SHORT = Length(healthy=(14, 18), faulty=(8, 10), none=(20, 24), chronic=(12, 14))
-KINDS = ("none", "slow_rank", "hang")
+KINDS = ("none", "hang")
 
 
 def run(campaign: Campaign, processes: int) -> list[TrialVerdict]:
@@ -32,8 +32,9 @@ def test_the_result_depends_on_the_seed_and_not_on_the_number_of_processes():
     once = run(campaign, 1)
     assert [(one.kind, one.number) for one in once] == [(k, n) for k in KINDS for n in (0, 1)]
     assert once == run(campaign, 2)
-    other = Campaign(seed=12, trials=2, kinds=KINDS, largest=8, length=SHORT)
-    assert [one.note for one in once] != [one.note for one in run(other, 1)]
+    other = Campaign(seed=12, trials=1, kinds=KINDS, largest=8, length=SHORT)
+    first = [one.note for one in once if one.number == 0]
+    assert first != [one.note for one in run(other, 1)]
 
 
 def test_a_trial_does_not_depend_on_the_other_trials():

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -61,9 +63,18 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory, library_of_process_groups: None) -> Path:
+def library(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    library_of_process_groups: None,
+) -> Path:
+    """The fake device, built once for each version of it and of torch."""
     if find_library() is None:
         pytest.skip("the library of process groups was not built")
+    name = f"{torch.__version__}.{hashlib.sha256(SOURCE.read_bytes()).hexdigest()}.so"
+    cached: Path = request.config.cache.mkdir("fake_cuda") / name
+    if cached.exists():
+        return cached
     built = tmp_path_factory.mktemp("fake") / "fake_cuda.so"
     torch_directory = Path(torch.__file__).parent
     include = torch_directory / "include"
@@ -73,7 +84,9 @@ def library(tmp_path_factory: pytest.TempPathFactory, library_of_process_groups:
         *(f"-L{torch_directory / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(built)),
     ]
     subprocess.run(command, check=True, timeout=170)
-    return built
+    partial = cached.with_suffix(f".{os.getpid()}")
+    shutil.copy(built, partial)
+    return partial.replace(cached)
 
 
 Run = Callable[[str], list[Span]]

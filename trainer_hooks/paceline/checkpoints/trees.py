@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 
-_PICKLE = b"\x80\x02"  # of protocol 2
+_PICKLE = b"\x80\x02"  # the start of protocol 2
 _LEAF = "paceline.tensor"  # marks a leaf in the rest, which may contain only plain types
 # Most of a rest are numbers, those of random states: they take the shortest way.
 _SCALARS = frozenset({int, float, str, bool, type(None)})
