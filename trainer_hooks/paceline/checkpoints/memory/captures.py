@@ -93,7 +93,7 @@ class CapturedPart:
         locals_ = [local_of(tensor) for tensor in tensors.values()]
         key = [_key_of(name, tensor) for name, tensor in tensors.items()]
         addresses = [_address_of(tensor) for tensor in locals_]
-        is_trained = isinstance(self.part, _Trained)  # of other parts only the place counts
+        is_trained = isinstance(self.part, _Trained)  # the place is what counts for others
         if is_trained or (key, addresses) != (self.key, self._addresses):
             self.version += 1
             self.tensors, self.locals = tensors, locals_
