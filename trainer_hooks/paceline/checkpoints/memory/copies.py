@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from paceline.agreement import RankStore, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
 from paceline.checkpoints.memory.captures import Captures
-from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, Updates
+from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, Updates, wanted_share
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName, available_bytes
 from paceline.checkpoints.memory.file import (
     CopyFile,
@@ -427,9 +427,9 @@ class MemoryCopies:
 
     def _complete(self, slot: CopySlot, step: int, layout: CopyLayout, copy: DeferredCopy) -> None:
         """Finish a copy, hash it and give it its name. Raises OSError if it was deleted."""
-        started = monotonic()
+        started, begin = monotonic(), thread_time()
         disk = self.disk
-        self._schedule.deferred(copy.run())
+        copy.run()
         if not copy.is_intact:
             self._discard(step)
             return
@@ -447,6 +447,7 @@ class MemoryCopies:
         )
         name = CopyName(self._generation, step, self._rank)
         slot.complete(record, self._directory.file(name))
+        self._schedule.deferred(wanted_share() * (thread_time() - begin))
         self._newest = slot
         self._completed += 1
         self._is_writing = False

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from time import monotonic, thread_time
+from time import monotonic
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +32,7 @@ from paceline.checkpoints.memory.file import local_of
 LEAST_BYTES = 64 * 1024  # a smaller tensor is copied at the boundary
 _PIECE_BYTES = 4 << 20  # that the training thread may wait for
 _PROBE_BYTES = 64
+_SIBLING_LOSS = 0.3  # of the speed of a busy hyperthread while the other one of its core is busy
 
 # By address and number of elements of this rank's part: what the script changes.
 LiveTensors: TypeAlias = dict[tuple[int, int], Tensor]
@@ -115,16 +116,14 @@ class DeferredCopy:
         self._in_progress = threading.Lock()  # held for one piece at a time
         self.is_intact: bool | None = None  # None: not complete yet
 
-    def run(self) -> float:
-        """Copy, in a thread. Return what that costs the training, in seconds."""
-        started = thread_time()
+    def run(self) -> None:
+        """Copy, in a thread."""
         is_left = True
         while is_left:
             with self._in_progress:
                 is_left = self._copy_piece()
         with self._in_progress:
             self._check()
-        return _wanted_share() * (thread_time() - started)
 
     def finish(self) -> None:
         """Copy what is left, in the training thread."""
@@ -151,17 +150,19 @@ class DeferredCopy:
         return versions, [ctypes.string_at(*place) for plan in self._plans for place in plan.probed]
 
 
-def _wanted_share(pressure: Path = Path("/proc/pressure/cpu")) -> float:
-    """Return how likely something waits for the processor that a thread of Paceline uses.
+def wanted_share(pressure: Path = Path("/proc/pressure/cpu")) -> float:
+    """Return how much of the time of a thread of Paceline is missing elsewhere.
 
-    It is the share of the last ten seconds in which something waited for one (PSI), or where the
-    kernel does not count that, the load average over the processors.
+    It is the share of the last ten seconds in which something waited for a processor (PSI), or
+    where the kernel does not count that, the load average over the processors; at least what the
+    other hyperthread of the core loses, if it is as busy as the processors are on average.
     """
+    load = min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     try:
         _, average, *_ = pressure.read_text().split()
-        return float(average.removeprefix("avg10=")) / 100
+        return max(float(average.removeprefix("avg10=")) / 100, _SIBLING_LOSS * load)
     except (OSError, ValueError):
-        return min(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+        return load
 
 
 _stream: Any = None  # a stream of the device, for copies to the host

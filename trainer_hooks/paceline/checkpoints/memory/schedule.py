@@ -144,7 +144,7 @@ class CopySchedule:
     # Other threads
 
     def deferred(self, seconds: float) -> None:
-        """Note what the part of a copy cost that was made while the next step computed."""
+        """Note what the work of the thread on a copy cost the training."""
         self._deferred.append(seconds)
 
     def hashed(self, seconds: float) -> None:
