@@ -32,7 +32,7 @@ from paceline.checkpoints.memory.file import local_of
 LEAST_BYTES = 64 * 1024  # a smaller tensor is copied at the boundary
 _PIECE_BYTES = 4 << 20  # that the training thread may wait for
 _PROBE_BYTES = 64
-_SIBLING_LOSS = 0.3  # of the speed of a busy hyperthread while the other one of its core is busy
+_SIBLING_LOSS = 0.3  # share that a busy hyperthread loses while the other one of its core is busy
 
 # By address and number of elements of this rank's part: what the script changes.
 LiveTensors: TypeAlias = dict[tuple[int, int], Tensor]
