@@ -203,10 +203,9 @@ class TensorPlan:
             if changed is not None and _is_deferrable(source):
                 self._defer(target, source, changed)
             else:
-                for tensors, tensor in zip(
-                    self._now[source.is_cuda], (target, source), strict=True
-                ):
-                    tensors.append(tensor)
+                into, of = self._now[source.is_cuda]
+                into.append(target)
+                of.append(source)
 
     def _defer(self, target: Tensor, source: Tensor, live: Tensor) -> None:
         to, at, size = target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize
