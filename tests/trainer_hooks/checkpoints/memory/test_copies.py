@@ -366,20 +366,33 @@ def test_an_optimizer_that_steps_unnoticed_is_copied_at_once(
     assert set(script.deferred.values()) == {0}
 
 
+def _waiting(percent: float) -> str:
+    return f"some avg10={percent:.2f} avg60=7.12 avg300=6.96 total=25896961\nfull avg10=0.00\n"
+
+
 @pytest.mark.parametrize(
-    ("content", "share"),
+    ("content", "load", "ranks", "share"),
     [
-        ("some avg10=32.50 avg60=7.12 avg300=6.96 total=25896961292\nfull avg10=0.00\n", 0.325),
-        ("some avg10=0.00 avg60=7.12 avg300=6.96 total=25896961292\nfull avg10=0.00\n", 0.225),
-        ("", 0.75),
-        (None, 0.75),
+        pytest.param(_waiting(32.5), 3.0, "1", 0.325, id="others wait"),
+        pytest.param(_waiting(0), 3.0, "1", 0.2, id="all cores are shared"),
+        pytest.param(_waiting(0), 2.0, "1", 0.1, id="half of the cores are shared"),
+        pytest.param(_waiting(0), 1.0, "1", 0.0, id="idle cores"),
+        pytest.param(_waiting(0), 1.0, "2", 0.1, id="of two ranks"),
+        pytest.param("", 3.0, "1", 0.75, id="no figures"),
+        pytest.param(None, 3.0, "1", 0.75, id="no such file"),
     ],
 )
-def test_a_thread_costs_what_others_wait_for(
-    content: str | None, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_thread_costs_what_others_lack(
+    content: str | None,
+    load: float,
+    ranks: str,
+    share: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     if content is not None:
         (tmp_path / "cpu").write_text(content)
     assert deferred.wanted_share(tmp_path / "cpu") == pytest.approx(share)

@@ -32,7 +32,7 @@ from paceline.checkpoints.memory.file import local_of
 LEAST_BYTES = 64 * 1024  # a smaller tensor is copied at the boundary
 _PIECE_BYTES = 4 << 20  # that the training thread may wait for
 _PROBE_BYTES = 64
-_SIBLING_LOSS = 0.3  # share that a busy hyperthread loses while the other one of its core is busy
+_SIBLING_LOSS = 0.2  # share that a busy hyperthread loses while the other one of its core is busy
 
 # By address and number of elements of this rank's part: what the script changes.
 LiveTensors: TypeAlias = dict[tuple[int, int], Tensor]
@@ -154,13 +154,17 @@ def wanted_share(pressure: Path = Path("/proc/pressure/cpu")) -> float:
     """Return how much of the time of a thread of Paceline is missing elsewhere.
 
     It is the share of the last ten seconds in which something waited for a processor (PSI), or
-    where the kernel does not count that, the load average over the processors; at least what the
-    other hyperthread of the core loses, if it is as busy as the processors are on average.
+    where the kernel does not count that, the load average over the processors; at least what other
+    hyperthreads lose. The kernel uses idle cores first: they lose nothing while the ranks of this
+    node, with one such thread each, leave half of the processors idle.
     """
-    load = min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    processors = os.cpu_count() or 1
+    load = min(1.0, os.getloadavg()[0] / processors)
+    threads = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / processors
+    sharing = min(1.0, max(0.0, 2 * (load + threads) - 1))
     try:
         _, average, *_ = pressure.read_text().split()
-        return max(float(average.removeprefix("avg10=")) / 100, _SIBLING_LOSS * load)
+        return max(float(average.removeprefix("avg10=")) / 100, _SIBLING_LOSS * sharing)
     except (OSError, ValueError):
         return load
 
