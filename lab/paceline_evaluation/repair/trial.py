@@ -32,6 +32,7 @@ STEADY_SECONDS = 180.0
 OUTCOME_SECONDS = 180.0
 SETTLE_SECONDS = 4.0
 ALONE_SECONDS = 12.0  # a restart would have begun by then
+_INCIDENT_SECONDS = 60.0  # until the next checkpoint fails: on a busy host steps are slow
 _NEW_STEPS = 5
 _END_SECONDS = 60.0
 _ENDED = ("failed", "finished", "stopped")
@@ -281,6 +282,11 @@ def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
     pids, newest = running.log.pids(), running.log.newest()
     incidents, restarts = set(running.incidents()), set(running.restarts())
     damaged, committed = running.damaged(), running.committed()
+
+    def has_incident(kind: str) -> bool:
+        new = (item for key, item in running.incidents().items() if key not in incidents)
+        return any(item["kind"] == kind for item in new)
+
     injected = time.monotonic()
     hit = plan.inject(running)
     if committed and hit.lost_checkpoints:
@@ -290,6 +296,8 @@ def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
             time.sleep(hit.heal_after_seconds)
             hit.heal()
         reached = _wait_for_outcome(plan, running, before)
+        if hit.needs_incident:
+            wait_until(unless_away(lambda: has_incident(hit.needs_incident)), _INCIDENT_SECONDS)
     finally:
         if not hit.heal_first:
             hit.heal()
@@ -321,7 +329,7 @@ def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
     if len(running.damaged() - damaged) > hit.damaged:
         result.notes.append(f"set aside: {sorted(running.damaged() - damaged)}")
         result.steps_destroyed += 1
-    if hit.needs_incident and hit.needs_incident not in {item["kind"] for item in new_incidents}:
+    if hit.needs_incident and not has_incident(hit.needs_incident):
         result.notes.append(f"no incident of kind {hit.needs_incident}")
         result.is_right = False
     result.notes += [f"{item['kind']}: {item['summary']}" for item in new_incidents]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
@@ -19,7 +20,7 @@ from paceline.checkpoints.layout import RUN, saved_checkpoints
 from paceline.checkpoints.memory import deferred
 from paceline.checkpoints.memory.captures import Captures
 from paceline.checkpoints.memory.copies import MemoryCopies, NodeMemory, _JobRanks
-from paceline.checkpoints.memory.deferred import DeferredCopy
+from paceline.checkpoints.memory.deferred import DeferredCopy, TensorPlan
 from paceline.checkpoints.memory.directory import CopyDirectory
 from paceline.checkpoints.parts import part_of
 from paceline.checkpoints.rank_group import RankGroup
@@ -331,6 +332,29 @@ def test_the_training_copies_what_the_thread_did_not(large: Callable[[], LargeSc
     copied = script.copies._directory.copies()
     assert len(copied) == 1
     check_resumed(large(), copied[0].step, script)
+
+
+def test_the_thread_waits_for_the_piece_that_the_training_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = torch.randn(300, 300)
+    target = torch.zeros(300, 300)
+    plan = TensorPlan([target], [source], {(source.data_ptr(), source.numel()): source})
+    copy = DeferredCopy([plan])
+    thread = threading.Thread(target=copy.run)
+    memmove = ctypes.memmove
+
+    def slow_memmove(*piece: int) -> None:
+        thread.start()  # finds no piece: this one is the only one
+        thread.join(0.5)
+        assert thread.is_alive()
+        memmove(*piece)
+
+    monkeypatch.setattr(ctypes, "memmove", slow_memmove)
+    copy.finish()
+    thread.join(60)
+    assert copy.is_intact
+    assert torch.equal(target, source)
 
 
 @pytest.mark.parametrize("how", ["by .data", "in place"])

@@ -113,24 +113,26 @@ class DeferredCopy:
         self._plans = list(plans)
         self._pieces = deque(piece for plan in self._plans for piece in plan.pieces)
         self._before = self._fingerprint()
-        self._in_progress = threading.Lock()  # held for one piece at a time
+        self._in_progress = threading.Lock()  # held by the thread, for one piece at a time
+        self._finishing = threading.Lock()  # held by the training thread until it has no piece left
         self.is_intact: bool | None = None  # None: not complete yet
 
     def run(self) -> None:
-        """Copy, in a thread."""
+        """Copy, in a thread. All pieces are copied then, those of the training thread, too."""
         is_left = True
         while is_left:
             with self._in_progress:
                 is_left = self._copy_piece()
-        with self._in_progress:
+        with self._finishing:
             self._check()
 
     def finish(self) -> None:
         """Copy what is left, in the training thread."""
-        while self._copy_piece():
-            pass
-        with self._in_progress:  # the piece of the other thread, if it has one
-            self._check()
+        with self._finishing:
+            while self._copy_piece():
+                pass
+            with self._in_progress:  # the piece of the other thread, if it has one
+                self._check()
 
     def _copy_piece(self) -> bool:
         try:
