@@ -81,27 +81,26 @@ class RepairArm:
         if same := self._baseline():
             torchrun.play_all(same, report, results.baseline)
         if "none" in self.kinds:
-            results.healthy = self._watch_healthy(report)
+            results.healthy = noise.Healthy()
+            self._watch_healthy(results.healthy, report)
         if "mttf_60" in self.kinds:
             self._measure_ettr(report, results.ettr)
 
-    def _watch_healthy(self, report: Report) -> noise.Healthy:
+    def _watch_healthy(self, healthy: noise.Healthy, report: Report) -> None:
         """Watch healthy jobs, the trainings in turn: one minute for each trial."""
-        healthy = noise.Healthy()
-        for number in range(self.count):
-            noise.simulate(healthy, self.seed, number)
         cluster = RepairCluster(self._usual)
-        with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
-            share = -(-self.count // len(self.trainings))
-            for number in range(self.count):
-                if number % share == 0:
-                    stop_jobs(cluster.url, cluster.operator_token)
-                    running = self._job(cluster, client, self.trainings[number // share])
-                noise.train(healthy, running, self.seed, number)
-                report(1, "")
-            stop_jobs(cluster.url, cluster.operator_token)
-        report(0, "\n".join(healthy.texts or []))
-        return healthy
+        share = -(-self.count // len(self.trainings))
+        with noise.simulating(healthy, self.seed, self.count) as wait:
+            with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
+                for number in range(self.count):
+                    if number % share == 0:
+                        stop_jobs(cluster.url, cluster.operator_token)
+                        running = self._job(cluster, client, self.trainings[number // share])
+                    noise.train(healthy, running, self.seed, number)
+                    report(1, "")
+                stop_jobs(cluster.url, cluster.operator_token)
+            wait()
+        report(0, "\n".join(healthy.texts))
 
     def _measure_ettr(self, report: Report, results: list[ettr.Ettr]) -> None:
         training = self.trainings[0]

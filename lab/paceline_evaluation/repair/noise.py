@@ -2,14 +2,18 @@
 
 Simulated jobs are those of the synthetic arm without a fault, with spare nodes. The engine's
 findings go to `decide` in mode `auto`, which keeps its incidents and actions from tick to tick.
-Real jobs train beside processes that use CPUs and disk.
+Real jobs train beside processes that use CPUs and disk, and beside the simulation.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from itertools import count
+from multiprocessing import get_context
 
 import numpy as np
 
@@ -52,7 +56,11 @@ class Healthy:
     simulated_jobs: int = 0
     simulated_restarts: int = 0
     simulated_incidents: int = 0
-    texts: list[str] | None = None
+    texts: list[str] = field(default_factory=list)
+
+    def add(self, other: Healthy) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 class SimulatedJob(SyntheticJob):
@@ -137,11 +145,11 @@ class SimulatedJob(SyntheticJob):
         )
 
 
-def simulate(healthy: Healthy, seed: int, number: int) -> None:
-    """Add SIMULATED_SECONDS of healthy simulated jobs."""
-    begun = healthy.simulated_seconds
-    for attempt in count():
-        job = SimulatedJob((seed, number, attempt))
+def simulate(seed: int, number: int) -> Healthy:
+    """Return the outcome of SIMULATED_SECONDS of healthy simulated jobs."""
+    healthy = Healthy()
+    while healthy.simulated_seconds < SIMULATED_SECONDS:
+        job = SimulatedJob((seed, number, healthy.simulated_jobs))
         job.run()
         healthy.simulated_jobs += 1
         healthy.simulated_seconds += job.seconds
@@ -149,13 +157,34 @@ def simulate(healthy: Healthy, seed: int, number: int) -> None:
         healthy.simulated_restarts += len(job.restarts())
         incidents = [one for one in job.incidents.values() if one.finding.severity != "info"]
         healthy.simulated_incidents += len(incidents)
-        healthy.texts = [
-            *(healthy.texts or []),
+        healthy.texts += [
             *(f"simulated {job.shape.text}: {action.reason}" for action in job.restarts()),
             *(f"simulated {job.shape.text}: {one.finding.summary}" for one in incidents),
         ]
-        if healthy.simulated_seconds - begun >= SIMULATED_SECONDS:
-            return
+    return healthy
+
+
+@contextmanager
+def simulating(healthy: Healthy, seed: int, number: int) -> Iterator[Callable[[], None]]:
+    """Run `simulate` that many times in a process of its own.
+
+    The results are added at the end, those of an interrupted one, too. Yields a function that waits
+    for all of them.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        trials = [pool.submit(simulate, seed, trial) for trial in range(number)]
+
+        def wait() -> None:
+            for trial in trials:
+                trial.result()
+
+        try:
+            yield wait
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for trial in trials:
+                if not trial.cancelled() and trial.exception() is None:
+                    healthy.add(trial.result())
 
 
 def train(healthy: Healthy, running: RunningJob, seed: int, number: int) -> None:
@@ -177,4 +206,4 @@ def train(healthy: Healthy, running: RunningJob, seed: int, number: int) -> None
     new = [one for key, one in running.incidents().items() if key not in incidents]
     serious = [one["summary"] for one in new if one["severity"] != "info"]
     healthy.real_incidents += len(serious)
-    healthy.texts = [*(healthy.texts or []), *serious]
+    healthy.texts += serious
