@@ -222,6 +222,21 @@ def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
         paceline.Checkpoints(tmp_path, position=Counter())
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_torch_cannot_load_is_refused(tmp_path: Path, persistent: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model[0].register_buffer("position", torch.arange(3).expand(1, 3))
+    expanded = torch.zeros(1).expand(3)
+    model[0].register_buffer("mask", expanded, persistent=persistent)
+    if not persistent:
+        paceline.Checkpoints(tmp_path, model=model)
+        return
+    with pytest.raises(RuntimeError):
+        model.load_state_dict({**model.state_dict(), "0.mask": torch.ones(3)})
+    with pytest.raises(TypeError, match=r"0\.mask of model is an expanded tensor"):
+        paceline.Checkpoints(tmp_path, model=model)
+
+
 def test_a_directory_that_cannot_be_used_ends_the_script(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError):

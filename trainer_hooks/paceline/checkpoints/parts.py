@@ -62,13 +62,14 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
         names_of: returns the names of all parameters by `id`.
 
     Raises:
-        TypeError: the object has no state.
+        TypeError: the object has no state, or one that torch cannot load.
     """
-    if isinstance(value, nn.Module):
-        return ModulePart([value])
-    is_sequence = isinstance(value, list | tuple)
-    if is_sequence and value and all(isinstance(each, nn.Module) for each in value):
-        return ModulePart(value)
+    modules = [value] if isinstance(value, nn.Module) else value
+    is_sequence = isinstance(modules, list | tuple)
+    if is_sequence and modules and all(isinstance(each, nn.Module) for each in modules):
+        for module in modules:
+            _refuse_expanded(name, module)
+        return ModulePart(modules)
     if (optimizer := _optimizer_of(value)) is not None:
         return OptimizerPart(optimizer, names_of)
     if isinstance(value, Tensor | torch.Generator):
@@ -81,6 +82,20 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
         f"{name} must be a module, a list of modules, an optimizer, a tensor, a torch.Generator, a "
         f"dict, or have state_dict() and load_state_dict(); got {type(value).__name__}"
     )
+
+
+def _refuse_expanded(name: str, module: nn.Module) -> None:
+    """Raise TypeError for a buffer whose elements share memory: torch saves and never loads it."""
+    for path, owner in module.named_modules():
+        for buffer_name, buffer in owner.named_buffers(recurse=False):
+            is_strided = type(buffer) is Tensor and buffer.layout == torch.strided
+            is_saved = buffer_name not in owner._non_persistent_buffers_set
+            if is_saved and is_strided and 0 in buffer.stride() and not buffer.is_contiguous():
+                full = f"{path}.{buffer_name}" if path else buffer_name
+                raise TypeError(
+                    f"the buffer {full} of {name} is an expanded tensor, which torch cannot load: "
+                    "register a .clone() of it, or give register_buffer persistent=False"
+                )
 
 
 class _Base:
