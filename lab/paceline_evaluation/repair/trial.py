@@ -28,7 +28,7 @@ from paceline_evaluation.repair.trainings import (
 )
 
 STEADY_STEPS = 12
-STEADY_SECONDS = 180.0
+STEADY_SECONDS = 600.0  # a busy host takes minutes to start a training
 OUTCOME_SECONDS = 180.0
 SETTLE_SECONDS = 4.0
 ALONE_SECONDS = 12.0  # a restart would have begun by then
