@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -50,7 +51,15 @@ EPOCHS = int(sys.argv[3])
 SAMPLES = 96  # 12 batches of two ranks per epoch
 TIER = sys.argv[5]
 EVERY = 2 if TIER == "disk" else 0
-RANKS = {"ddp": 2, "stateful": 2, "fsdp2": 2, "fsdp2_tp": 4, "pipelining": 2, "plain": 2}
+RANKS = {
+    "ddp": 2,
+    "stateful": 2,
+    "zero": 2,
+    "fsdp2": 2,
+    "fsdp2_tp": 4,
+    "pipelining": 2,
+    "plain": 2,
+}
 
 
 class Model(nn.Module):
@@ -160,6 +169,36 @@ def ddp(directory: Path, log: Log) -> None:
 
 def stateful(directory: Path, log: Log) -> None:
     train_replicated(directory, log, DistributedDataParallel, StatefulDataLoader)
+
+
+def zero(directory: Path, log: Log) -> None:
+    """Train replicas whose optimizer states are sharded, with a rate that changes at each step."""
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Model())
+    torch.manual_seed(100 + rank)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+    loader, sampler = sharded_loader(rank, 2)
+    state = paceline.Checkpoints(
+        directory / "checkpoints",
+        every=EVERY,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
+    for epoch in state.epochs(EPOCHS):
+        sampler.set_epoch(epoch)
+        for x, y in paceline.steps(loader, state=state):
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            log.step(state.step, loss.detach(), (x, y), state.resumed_from)
+    state.wait()
+    rate = torch.tensor(optimizer.param_groups[0]["lr"])
+    finish(log, model.state_dict() | {"rate": rate}, optimizer.optim)
 
 
 def fsdp2(directory: Path, log: Log) -> None:
@@ -283,6 +322,7 @@ def run_rank(kind: str, directory: Path, rank: int, port: int) -> None:
     {
         "ddp": ddp,
         "stateful": stateful,
+        "zero": zero,
         "fsdp2": fsdp2,
         "fsdp2_tp": fsdp2_tp,
         "pipelining": pipelining,

@@ -10,7 +10,7 @@ import pytest
 from tests import forked_python
 
 PROGRAM = Path(__file__).with_name("killed_runs.py")
-KINDS = ["ddp", "stateful", "fsdp2", "fsdp2_tp", "pipelining", "plain"]
+KINDS = ["ddp", "stateful", "zero", "fsdp2", "fsdp2_tp", "pipelining", "plain"]
 
 
 TIERS = ["disk", "memory", "peer"]
@@ -40,8 +40,9 @@ def assert_equal(directory: Path, kind: str, tier: str, kills: int, epochs: int)
     assert resumed <= {tier, "None"}  # a rank was killed before the first copy
 
 
-def test_a_run_with_ddp_that_is_killed_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
-    assert_equal(tmp_path, "ddp", "memory", kills=3, epochs=4)
+@pytest.mark.parametrize("kind", ["ddp", "zero"])
+def test_a_run_that_is_killed_ends_bit_for_bit_the_same(tmp_path: Path, kind: str) -> None:
+    assert_equal(tmp_path, kind, "memory", kills=3, epochs=4)
 
 
 @pytest.mark.campaign

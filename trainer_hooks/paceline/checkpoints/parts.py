@@ -7,6 +7,7 @@ same and tensors are DTensors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -46,6 +47,15 @@ class StatePart(Protocol):
         """Return one rest of those of all ranks, for another number of ranks."""
 
 
+def _part_of_optimizer(
+    optimizer: Optimizer, names_of: Callable[[], Mapping[int, str]]
+) -> OptimizerPart:
+    sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
+        return ZeroOptimizerPart(optimizer, names_of)
+    return OptimizerPart(optimizer, names_of)
+
+
 def _optimizer_of(value: Any) -> Optimizer | None:
     """Return the optimizer that steps: a wrapper such as Accelerate's has none of torch's hooks."""
     while isinstance(value, Optimizer) and "_optimizer_step_post_hooks" not in vars(value):
@@ -71,7 +81,7 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
             _refuse_expanded(name, module)
         return ModulePart(modules)
     if (optimizer := _optimizer_of(value)) is not None:
-        return OptimizerPart(optimizer, names_of)
+        return _part_of_optimizer(optimizer, names_of)
     if isinstance(value, Tensor | torch.Generator):
         return TensorPart(value)
     if isinstance(value, MutableMapping):
@@ -235,17 +245,22 @@ class OptimizerPart(_Base):
         self.value = value
         self._names_of = names_of
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of parameters, with their options of now."""
+        groups: list[dict[str, Any]] = self.value.param_groups
+        return groups
+
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters by name, in the order of their numbers in `state_dict`."""
         names = self._names_of()
         found: dict[str, Tensor] = {}
-        for number, group in enumerate(self.value.param_groups):
+        for number, group in enumerate(self.groups()):
             for place, parameter in enumerate(group["params"]):
                 found[names.get(id(parameter), f"group{number}.{place}")] = parameter
         return found
 
     def capture(self) -> Captured:
-        state, names = self.value.state_dict(), list(self.parameters())
+        names, state = list(self.parameters()), self.value.state_dict()
         tree = {
             "state": {names[number]: values for number, values in state["state"].items()},
             "groups": [
@@ -299,6 +314,32 @@ class OptimizerPart(_Base):
         merged["groups"] = [group for rest in rests for group in rest["groups"]]
         merged["state"] = {k: v for rest in reversed(rests) for k, v in rest["state"].items()}
         return merged
+
+
+class ZeroOptimizerPart(OptimizerPart):
+    """A ZeroRedundancyOptimizer: the optimizer in it, of the parameters that this rank updates.
+
+    The options of groups, such as the learning rate, are set at the outer one, which hands them on
+    when it steps.
+    """
+
+    def __init__(self, outer: Any, names_of: Callable[[], Mapping[int, str]]) -> None:
+        super().__init__(outer.optim, names_of)
+        self._outer = outer
+
+    def groups(self) -> list[dict[str, Any]]:
+        groups = super().groups()
+        _copy_options(self._outer.param_groups, groups)
+        return groups
+
+    def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
+        super().restore(tensors, rest)
+        _copy_options(self.value.param_groups, self._outer.param_groups)
+
+
+def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    for of, to in zip(source, target, strict=True):
+        to.update({name: value for name, value in of.items() if name != "params"})
 
 
 def full_names(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -195,14 +195,14 @@ def _sizes_of(module: nn.Module) -> tuple[int, int, int]:
 class _OptimizerWatch:
     """The parameters of an optimizer and its states, if these are tensors."""
 
-    def __init__(self, optimizer: Optimizer, names: list[str], state: Any) -> None:
-        """`names`: those of the parameters; `state`: its part of the rest."""
-        self._optimizer = optimizer
-        self._names = names
+    def __init__(self, part: OptimizerPart, state: Any) -> None:
+        """`state`: its part of the rest."""
+        self._part = part
+        self._names = list(part.parameters())
         self._state = state
-        self._parameters = _parameters_of(optimizer)
+        self._parameters = _parameters_of(part.groups())
         self._entries = [
-            (values, len(values), parameter) for parameter, values in optimizer.state.items()
+            (values, len(values), parameter) for parameter, values in part.value.state.items()
         ]
         self._tensors = [
             _WatchedTensor.of(values, name, value)
@@ -221,13 +221,13 @@ class _OptimizerWatch:
             return None
         if not all(isinstance(value, Tensor) for value in values):
             return None
-        watch = cls(optimizer, list(part.parameters()), rest["state"])
+        watch = cls(part, rest["state"])
         found = watch.rest_if_unchanged()
         return watch if found is not None and found.value == rest else None
 
     def rest_if_unchanged(self) -> _Rest | None:
-        optimizer = self._optimizer
-        parameters = _parameters_of(optimizer)
+        optimizer, param_groups = self._part.value, self._part.groups()
+        parameters = _parameters_of(param_groups)
         if (
             len(parameters) != len(self._parameters)
             or any(a is not b for a, b in zip(parameters, self._parameters, strict=True))
@@ -241,7 +241,7 @@ class _OptimizerWatch:
         ):
             return None
         groups, first = [], 0
-        for group in optimizer.param_groups:
+        for group in param_groups:
             end = first + len(group["params"])
             groups.append(group | {"params": self._names[first:end]})
             first = end
@@ -254,8 +254,8 @@ def _is_usual(value: nn.Module | Optimizer, base: type[nn.Module | Optimizer]) -
     return type(value).state_dict is base.state_dict and "state_dict" not in vars(value)
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
+def _parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    return [each for group in groups for each in group["params"]]
 
 
 def _place_of(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
