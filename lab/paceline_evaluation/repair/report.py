@@ -168,7 +168,8 @@ def sentences(found: dict[str, Any]) -> list[str]:
             f"Healthy jobs in noise: {healthy['real_restarts']} restarts in "
             f"{healthy['real_seconds'] / 3600:.2f} real hours, {healthy['simulated_restarts']} in "
             f"{healthy['simulated_seconds'] / 3600:.1f} simulated hours "
-            f"({healthy['simulated_jobs']} jobs, {healthy['simulated_steps']} steps)."
+            f"({healthy['simulated_jobs']} jobs, {healthy['simulated_steps']} steps). Warnings: "
+            f"{healthy['real_incidents']} and {healthy['simulated_incidents']}."
         )
     result += [f"Skipped: {sentence}." for sentence in found["skipped"]]
     return result
