@@ -285,6 +285,7 @@ class LargeScript:
             if thread_copies:
                 until(lambda: not self.copies._is_writing)
                 self.may_copy.clear()
+            until(lambda: self.copies._layout is None or bool(self.copies._slots))
 
     def tensors(self) -> list[Tensor]:
         states = [each for state in self.optimizer.state.values() for each in state.values()]
