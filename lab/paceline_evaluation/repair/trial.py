@@ -283,9 +283,11 @@ def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
     incidents, restarts = set(running.incidents()), set(running.restarts())
     damaged, committed = running.damaged(), running.committed()
 
-    def has_incident(kind: str) -> bool:
-        new = (item for key, item in running.incidents().items() if key not in incidents)
-        return any(item["kind"] == kind for item in new)
+    def found_incidents() -> list[dict[str, Any]]:
+        return [item for key, item in running.incidents().items() if key not in incidents]
+
+    def has_needed() -> bool:
+        return hit.needs_incident in {item["kind"] for item in found_incidents()}
 
     injected = time.monotonic()
     hit = plan.inject(running)
@@ -297,13 +299,13 @@ def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
             hit.heal()
         reached = _wait_for_outcome(plan, running, before)
         if hit.needs_incident:
-            wait_until(unless_away(lambda: has_incident(hit.needs_incident)), _INCIDENT_SECONDS)
+            wait_until(unless_away(has_needed), _INCIDENT_SECONDS)
     finally:
         if not hit.heal_first:
             hit.heal()
     now = time.monotonic()
     time.sleep(SETTLE_SECONDS)
-    new_incidents = [item for key, item in running.incidents().items() if key not in incidents]
+    new_incidents = found_incidents()
     new_restarts = [item for key, item in running.restarts().items() if key not in restarts]
     carried_out = _carried_out(new_restarts)
     result = TrialResult(
@@ -329,7 +331,7 @@ def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
     if len(running.damaged() - damaged) > hit.damaged:
         result.notes.append(f"set aside: {sorted(running.damaged() - damaged)}")
         result.steps_destroyed += 1
-    if hit.needs_incident and not has_incident(hit.needs_incident):
+    if hit.needs_incident and hit.needs_incident not in {item["kind"] for item in new_incidents}:
         result.notes.append(f"no incident of kind {hit.needs_incident}")
         result.is_right = False
     result.notes += [f"{item['kind']}: {item['summary']}" for item in new_incidents]
