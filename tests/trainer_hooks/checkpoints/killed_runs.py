@@ -179,7 +179,7 @@ def zero(directory: Path, log: Log) -> None:
     torch.manual_seed(100 + rank)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
-    loader, sampler = sharded_loader(rank, 2)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
     state = paceline.Checkpoints(
         directory / "checkpoints",
         every=EVERY,
@@ -187,18 +187,7 @@ def zero(directory: Path, log: Log) -> None:
         optimizer=optimizer,
         scheduler=scheduler,
     )
-    for epoch in state.epochs(EPOCHS):
-        sampler.set_epoch(epoch)
-        for x, y in paceline.steps(loader, state=state):
-            loss = (model(x) - y).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            log.step(state.step, loss.detach(), (x, y), state.resumed_from)
-    state.wait()
-    rate = torch.tensor(optimizer.param_groups[0]["lr"])
-    finish(log, model.state_dict() | {"rate": rate}, optimizer.optim)
+    train(state, log, model, optimizer, sharded_loader(rank, 2))
 
 
 def fsdp2(directory: Path, log: Log) -> None:
@@ -284,8 +273,9 @@ def plain(directory: Path, log: Log) -> None:
 
 
 def finish(log: Log, model: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    tensors = dict(model)
-    for number, values in optimizer.state_dict()["state"].items():
+    tensors = model | {"rate": torch.tensor(optimizer.param_groups[0]["lr"])}
+    own = getattr(optimizer, "optim", optimizer)  # a ZeroRedundancyOptimizer's part of this rank
+    for number, values in own.state_dict()["state"].items():
         tensors |= {f"optimizer.{number}.{key}": value for key, value in values.items()}
     log.end(tensors)
 
