@@ -6,7 +6,8 @@ with 300 parameters. The time for which a copy blocks the loop is compared with
 at once, so that it waits for the whole copy, and once if the step computes for long enough before.
 The overhead of a copy is what the two steps after it take longer than the next four: steps in which
 the host waits, as for an accelerator, and in which a thread of it computes. It is divided by the
-steps between copies as they are chosen by the default budget of 0.5%.
+steps between copies as they are chosen by the default budget of 0.5%. Where there is a GPU, the
+same with a state there of 1.5 GB.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SHAPES = {  # number of square layers and their width: 2 parameters and 4 moment
     "118 MB of 300 parameters": (150, 256),
 }
 LARGE = next(iter(SHAPES))
+ON_GPU = {"1.5 GB of 60 parameters on a GPU": (30, 2048)}
 SAVES = 9
 STEP_SECONDS = 0.25  # beside the optimizer's
 COPIES = 50
@@ -52,17 +54,23 @@ def measure() -> Iterator[Result]:
     ):
         os.environ["PACELINE_MEMORY_DIRECTORY"] = memory
         for shape in SHAPES:
-            yield from _blocking(Path(disk), shape)
+            yield from _blocking(Path(disk), shape, _wait)
         for name, step in (("host waits", _wait), ("host computes", _computing())):
-            yield from _overhead(Path(disk), name, step)
+            yield from _overhead(Path(disk), name, LARGE, step)
+        if torch.cuda.is_available():
+            step = _computing_on_gpu()
+            for shape in ON_GPU:
+                yield from _blocking(Path(disk), shape, step)
+                yield from _overhead(Path(disk), "GPU computes", shape, step)
 
 
 def _training(
     directory: Path, shape: str
 ) -> tuple[nn.Module, torch.optim.Optimizer, paceline.Checkpoints]:
     torch.manual_seed(0)
-    layers, width = SHAPES[shape]
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    layers, width = (SHAPES | ON_GPU)[shape]
+    device = "cuda" if shape in ON_GPU else "cpu"
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -71,7 +79,7 @@ def _training(
     return model, optimizer, state
 
 
-def _blocking(disk: Path, shape: str) -> Iterator[Result]:
+def _blocking(disk: Path, shape: str, step: Callable[[], None]) -> Iterator[Result]:
     model, optimizer, state = _training(disk / shape.replace(" ", "-"), shape)
     copies = state._copies
     assert copies is not None
@@ -83,13 +91,19 @@ def _blocking(disk: Path, shape: str) -> Iterator[Result]:
             time.sleep(0.001)
         if number == 0:  # the files are created after the first step
             continue
-        for step_seconds, results in ((0.0, copied), (STEP_SECONDS, deferred)):
+        for computes, results in ((False, copied), (True, deferred)):
             started = perf_counter()
+            if computes:
+                step()
+            _await_gpu()
+            alone, started = perf_counter() - started, perf_counter()
             # Beside those of the schedule.
             assert copies._copy(next(numbers))
-            time.sleep(step_seconds)
+            if computes:
+                step()
             copies._updates._finish()  # before the step of an optimizer
-            results.append(perf_counter() - started - step_seconds)
+            _await_gpu()
+            results.append(perf_counter() - started - alone)
             while copies._is_writing:  # the hash takes no time from the comparison
                 time.sleep(0.001)
             optimizer.step()  # its tensors can be deferred again
@@ -109,9 +123,9 @@ def _blocking(disk: Path, shape: str) -> Iterator[Result]:
     yield Result(name, 1e3 * median(copied), "ms", baseline, goal=goal)
 
 
-def _overhead(disk: Path, host: str, step: Callable[[], None]) -> Iterator[Result]:
+def _overhead(disk: Path, host: str, shape: str, step: Callable[[], None]) -> Iterator[Result]:
     """Compare the two steps after a copy with the four after them."""
-    _, optimizer, state = _training(disk / host.replace(" ", "-"), LARGE)
+    _, optimizer, state = _training(disk / host.replace(" ", "-"), shape)
     copies = state._copies
     assert copies is not None
     steps = iter(paceline.steps(range(1_000_000), state=state))
@@ -119,6 +133,7 @@ def _overhead(disk: Path, host: str, step: Callable[[], None]) -> Iterator[Resul
         next(steps)
         step()
         optimizer.step()
+        _await_gpu()
     every = copies._schedule.plan.every
     with mock.patch.object(copies._schedule, "poll"):  # it keeps the plan of this measurement
         copies._schedule.plan = CopyPlan(0, CYCLE, CYCLE)
@@ -128,6 +143,7 @@ def _overhead(disk: Path, host: str, step: Callable[[], None]) -> Iterator[Resul
             next(steps)
             step()
             optimizer.step()
+            _await_gpu()
             durations.append(perf_counter() - started)
             if state.step % CYCLE == CYCLE - 1 and number > 2 * CYCLE:
                 others = durations[-CYCLE + AFFECTED :]
@@ -149,6 +165,34 @@ def _overhead(disk: Path, host: str, step: Callable[[], None]) -> Iterator[Resul
 
 def _wait() -> None:
     time.sleep(STEP_SECONDS)
+
+
+def _await_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _computing_on_gpu() -> Callable[[], None]:
+    """Return a step of matrix products on the GPU, for which the host does not wait."""
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(matrix)
+
+    def run(count: int) -> float:
+        _await_gpu()
+        started = perf_counter()
+        for _ in range(count):
+            torch.mm(matrix, matrix, out=out)
+        _await_gpu()
+        return perf_counter() - started
+
+    run(20)
+    products = round(20 * STEP_SECONDS / run(20))
+
+    def step() -> None:
+        for _ in range(products):
+            torch.mm(matrix, matrix, out=out)
+
+    return step
 
 
 def _computing() -> Callable[[], None]:

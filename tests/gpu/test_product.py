@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,54 +9,22 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.ports import free_port
+from tests.gpu.product import running_server, watch
 from tests.waiting import wait_for
 
 SCRIPT = Path(__file__).parent / "train.py"
 STEPS = 400
 
 
-def start(*arguments: str, directory: Path, **settings: str) -> subprocess.Popen[bytes]:
-    own = {
-        "PACELINE_STATE_DIRECTORY": str(directory / "state"),
-        "PACELINE_AGENT_NODE_DIRECTORY": str(directory / "node"),
-    }
-    with (directory / f"{arguments[0]}.log").open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "paceline_cli", *arguments],
-            env=os.environ | own | settings,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def responds(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/readyz", timeout=60).is_success
-    except httpx.HTTPError:
-        return False
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The answers of the API about a training that has ended."""
     directory = tmp_path_factory.mktemp("product")
-    url = f"http://127.0.0.1:{free_port()}"
-    database = f"sqlite:///{directory}/paceline.db"
-    server = start(
-        *("server", "--database-url", database, "--port", url.rpartition(":")[2]),
-        directory=directory,
-    )
-    try:
-        wait_for(lambda: responds(url), "the server")
-        training = start(
-            *("watch", "--server", url, "--", sys.executable, "-m", "torch.distributed.run"),
-            *("--nproc-per-node=1", f"--master-port={free_port()}", str(SCRIPT), str(STEPS)),
-            directory=directory,
-            PACELINE_COUNT_FLOPS="1",
-        )
+    with running_server(directory) as url:
+        training = watch(url, 1, [str(SCRIPT), str(STEPS)], directory, PACELINE_COUNT_FLOPS="1")
         status = training.wait(150)
-        assert status == 0, (directory / "watch.log").read_text()
+        log = (directory / "watch.log").read_text()
+        assert status == 0, log
 
         def ended() -> Any:
             (found,) = httpx.get(f"{url}/api/v1/jobs").json()["items"]
@@ -68,10 +33,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         job = wait_for(ended, "the end of the job")
         shown = httpx.get(f"{url}/api/v1/jobs/{job}").json()
         steps = httpx.get(f"{url}/api/v1/jobs/{job}/steps").json()
-        yield shown | {"steps_shown": steps, "log": (directory / "watch.log").read_text()}
-    finally:
-        server.terminate()
-        server.wait(60)
+        yield shown | {"steps_shown": steps, "log": log}
 
 
 def test_the_steps_of_the_script_are_recognized(job: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ Buffers and other tensors may differ between ranks, and are not compared.
 K is the smallest power of two, from `LEAST_EVERY` on, with which the checksum takes at most
 `OVERHEAD` of the step time. Ranks may have different ones: a step counts for those that checked it.
 On a GPU the checksum is queued on the current stream and copied without a wait; the thread
-reads it once its event is complete.
+reads it once the GPU has set a mark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.agreement import RankStore
+from paceline.checkpoints.device_mark import DeviceMark
 
 _log = logging.getLogger(__name__)
 
@@ -142,13 +143,13 @@ def checksum(piece: Piece, weights: dict[tuple[int, torch.device], Tensor]) -> T
 
 
 class _Taken(NamedTuple):
-    """A checksum of this rank, or the event after which it can be read."""
+    """A checksum of this rank, or the mark after which it can be read."""
 
     number: int  # number of the set
     step: int
     piece: int
     value: Tensor
-    event: Any | None
+    mark: DeviceMark | None
 
 
 class ReplicaCheck:
@@ -205,13 +206,12 @@ class ReplicaCheck:
     def _take(self, number: int, step: int, one: ReplicaSet) -> _Taken:
         piece = one.piece(step)
         value = checksum(one.pieces[piece], self._weights)
-        event = None
+        mark = None
         if value.is_cuda:
             target = torch.empty((), dtype=torch.int64, pin_memory=True)
             value = target.copy_(value, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        return _Taken(number, step, piece, value, event)
+            mark = DeviceMark()
+        return _Taken(number, step, piece, value, mark)
 
     def _measure(self, seconds: float) -> None:
         self._checks += 1
@@ -252,8 +252,8 @@ class ReplicaCheck:
             self._off.update(range(len(self._sets)))
 
     def _post(self, taken: _Taken) -> None:
-        event = taken.event
-        while event is not None and not event.query():
+        mark = taken.mark
+        while mark is not None and not mark.is_reached:
             threading.Event().wait(0.01)
         value = int(taken.value) & 0xFFFFFFFFFFFFFFFF
         self._store.set(self._key(taken, self._rank), f"{taken.step}:{value:016x}")

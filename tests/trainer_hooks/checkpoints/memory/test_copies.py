@@ -301,7 +301,9 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Large
         return current[0]
 
     monkeypatch.setattr(
-        DeferredCopy, "run", lambda copy: run(copy) if current[0].may_copy.wait(60) else None
+        DeferredCopy,
+        "run",
+        lambda copy, closed: current[0].may_copy.wait(60) and run(copy, closed),
     )
     return script
 
@@ -342,7 +344,7 @@ def test_the_thread_waits_for_the_piece_that_the_training_copies(
     target = torch.zeros(300, 300)
     plan = TensorPlan([target], [source], {(source.data_ptr(), source.numel()): source})
     copy = DeferredCopy([plan])
-    thread = threading.Thread(target=copy.run)
+    thread = threading.Thread(target=copy.run, args=[threading.Event()])
     memmove = ctypes.memmove
 
     def slow_memmove(*piece: int) -> None:

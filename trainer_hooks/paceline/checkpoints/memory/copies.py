@@ -28,6 +28,7 @@ from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
 from paceline.checkpoints.memory.captures import Captures
 from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, Updates, wanted_share
+from paceline.checkpoints.memory.device import pin
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName, available_bytes
 from paceline.checkpoints.memory.file import (
     CopyFile,
@@ -40,7 +41,7 @@ from paceline.checkpoints.memory.held import HeldCopies
 from paceline.checkpoints.memory.holders import RankHost, holders_of
 from paceline.checkpoints.memory.recovery import Choice, Recovery, Source
 from paceline.checkpoints.memory.schedule import CopySchedule
-from paceline.checkpoints.memory.slots import CopyLayout, CopySlot, pin
+from paceline.checkpoints.memory.slots import CopyLayout, CopySlot
 from paceline.checkpoints.memory.transfer import (
     CopyServer,
     PeerConnection,
@@ -420,7 +421,7 @@ class MemoryCopies:
         slots = []
         for number in range(count):
             slots.append(CopySlot(self._directory.path / f"{base}-{number}.part", layout.capacity))
-            pin(slots[-1])
+            pin(slots[-1].content)
         self._has_old_files = bool(self._slots)
         self._slots = slots
         self._is_writing = False
@@ -429,7 +430,8 @@ class MemoryCopies:
         """Finish a copy, hash it and give it its name. Raises OSError if it was deleted."""
         started, begin = monotonic(), thread_time()
         disk = self.disk
-        copy.run()
+        if not copy.run(self._closed):
+            return
         if not copy.is_intact:
             self._discard(step)
             return

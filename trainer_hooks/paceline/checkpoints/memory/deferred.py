@@ -8,7 +8,7 @@ A script may also change them before that: in place, which torch counts (`Tensor
 `.data`, which it does not. So a few bytes in the middle of each tensor are compared as well: those
 between the steps with those after the copy. A copy that was changed meanwhile is discarded.
 
-Tensors of a GPU are copied at once: the training thread waits.
+Tensors of a GPU are copied by the GPU (`device.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.checkpoints.memory.device import DeviceCopy, DevicePlan, is_capturing
 from paceline.checkpoints.memory.file import local_of
 
 LEAST_BYTES = 64 * 1024  # a smaller tensor is copied at the boundary
@@ -46,6 +47,7 @@ class Updates:
         self._stepped: set[int] = set()  # numbers of optimizers, since the last `live_tensors`
         self._live: tuple[Hashable, LiveTensors] | None = None
         self._pending: DeferredCopy | None = None
+        self._last: DeferredCopy | None = None
         self._waited = 0.0
         self._handles = [
             optimizer.register_step_pre_hook(partial(self._before_step, number))
@@ -53,7 +55,8 @@ class Updates:
         ]
 
     def _before_step(self, number: int, *_: object) -> None:
-        self._stepped.add(number)
+        if not is_capturing():  # the graph will step without this hook
+            self._stepped.add(number)
         self._finish()
 
     def _finish(self) -> None:
@@ -89,12 +92,12 @@ class Updates:
 
     def finish_before_step(self, copy: DeferredCopy) -> None:
         """Have the next step of an optimizer finish a copy."""
-        self._pending = copy
+        self._pending = self._last = copy
 
     def take_waited(self) -> float:
-        """Return the seconds for which optimizers have waited since the last call."""
+        """Return the seconds for which the training has waited for copies since the last call."""
         waited, self._waited = self._waited, 0.0
-        return waited
+        return waited + (0.0 if self._last is None else self._last.take_device_seconds())
 
     def close(self) -> None:
         self._finish()
@@ -110,29 +113,51 @@ class DeferredCopy:
     """
 
     def __init__(self, plans: Iterable[TensorPlan]) -> None:
+        """Begin, in the training thread: what may change at any time is copied now."""
         self._plans = list(plans)
+        devices = {device for plan in self._plans for device in plan.devices}
+        self._devices = [
+            DeviceCopy(device, [p.devices[device] for p in self._plans if device in p.devices])
+            for device in devices
+        ]
+        self._untimed = list(self._devices)
+        for plan in self._plans:
+            plan.copy_now()
         self._pieces = deque(piece for plan in self._plans for piece in plan.pieces)
         self._before = self._fingerprint()
         self._in_progress = threading.Lock()  # held by the thread, for one piece at a time
         self._finishing = threading.Lock()  # held by the training thread until it has no piece left
         self.is_intact: bool | None = None  # None: not complete yet
 
-    def run(self) -> None:
-        """Copy, in a thread. All pieces are copied then, those of the training thread, too."""
+    def run(self, closed: threading.Event) -> bool:
+        """Copy, in a thread. Return whether all is copied; it is not if `closed` is set before."""
         is_left = True
         while is_left:
             with self._in_progress:
                 is_left = self._copy_piece()
+        if not all(each.wait(closed) for each in self._devices):
+            return False
         with self._finishing:
             self._check()
+        if not all(each.is_intact for each in self._devices):
+            self.is_intact = False
+        return True
 
     def finish(self) -> None:
         """Copy what is left, in the training thread."""
         with self._finishing:
             while self._copy_piece():
                 pass
+            for each in self._devices:
+                each.hold_back()
             with self._in_progress:  # the piece of the other thread, if it has one
                 self._check()
+
+    def take_device_seconds(self) -> float:
+        """Return what the script's streams have waited for, once it is known."""
+        seconds = {each: each.seconds() for each in self._untimed}
+        self._untimed = [each for each, known in seconds.items() if known is None]
+        return sum(filter(None, seconds.values()))
 
     def _copy_piece(self) -> bool:
         try:
@@ -171,21 +196,6 @@ def wanted_share(pressure: Path = Path("/proc/pressure/cpu")) -> float:
         return load
 
 
-_stream: Any = None  # a stream of the device, for copies to the host
-
-
-def _copy_from_device(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors of a GPU, and wait until it is done."""
-    global _stream
-    cuda: Any = torch.cuda
-    if _stream is None:
-        _stream = cuda.Stream()
-    _stream.wait_stream(cuda.current_stream())
-    with cuda.stream(_stream):
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-    _stream.synchronize()
-
-
 class TensorPlan:
     """Which tensors are copied at once, and which while the next step computes."""
 
@@ -202,16 +212,22 @@ class TensorPlan:
         self.pieces: list[tuple[int, int, int]] = []  # target, source, bytes
         self.probed: list[tuple[int, int]] = []  # address, bytes
         self.live: list[Tensor] = []  # those which the script changes, of the pieces
+        self.devices: dict[torch.device, DevicePlan] = {}
         self._sources: list[Tensor] = []  # their memory is read until a copy is complete
-        self._now: dict[bool, tuple[list[Tensor], list[Tensor]]] = {True: ([], []), False: ([], [])}
+        self._now: tuple[list[Tensor], list[Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):
             changed = live.get((source.data_ptr(), source.numel()))
-            if changed is not None and _is_deferrable(source):
+            if not _is_deferrable(source):
+                changed = None
+            if source.is_cuda:
+                on_device = self.devices.setdefault(source.device, DevicePlan())
+                on_device.add(target, source, is_deferred=changed is not None)
+                self.live += [] if changed is None else [changed]
+            elif changed is not None:
                 self._defer(target, source, changed)
             else:
-                into, of = self._now[source.is_cuda]
-                into.append(target)
-                of.append(source)
+                self._now[0].append(target)
+                self._now[1].append(source)
 
     def _defer(self, target: Tensor, source: Tensor, live: Tensor) -> None:
         to, at, size = target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize
@@ -222,14 +238,13 @@ class TensorPlan:
         self._sources.append(source)
 
     def copy_now(self) -> None:
-        """Copy what may change at any time."""
-        with torch.no_grad():
-            if self._now[True][0]:
-                _copy_from_device(*self._now[True])
-            if self._now[False][0]:
-                torch._foreach_copy_(*self._now[False])
+        """Copy what may change at any time, of the host's memory."""
+        if self._now[0]:
+            with torch.no_grad():
+                torch._foreach_copy_(*self._now)
 
 
 def _is_deferrable(tensor: Tensor) -> bool:
     size = tensor.numel() * tensor.itemsize
-    return tensor.is_cpu and tensor.is_contiguous() and size >= LEAST_BYTES
+    is_reachable = tensor.is_cpu or tensor.is_cuda
+    return is_reachable and tensor.is_contiguous() and size >= LEAST_BYTES

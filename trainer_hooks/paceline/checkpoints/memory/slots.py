@@ -12,7 +12,6 @@ import os
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -127,8 +126,6 @@ class CopySlot:
             self._plan(part, list(islice(places, len(part.locals))), live)
             for part in captures.parts
         ]
-        for plan in plans:
-            plan.copy_now()
         return DeferredCopy(plans)
 
     def _plan(
@@ -155,11 +152,3 @@ class CopySlot:
         os.rename(self.path, path)
         self.path = path
         self.record = record
-
-
-def pin(slot: CopySlot) -> None:
-    """Lock the pages of a slot for copies from a GPU, if there is one; that only saves time."""
-    cuda: Any = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():
-        address = torch.frombuffer(slot.content, dtype=torch.uint8).data_ptr()
-        cuda.cudart().cudaHostRegister(address, slot.capacity, 0)
