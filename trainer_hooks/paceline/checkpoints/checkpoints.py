@@ -126,8 +126,8 @@ class Checkpoints:
         self._skip = skip_of(os.environ)
         self._batches: SkippingBatches | None = None  # batches of the epoch in progress
         peers = RankGroup(group)
-        generation, run, went_back = 0, "", False
         request = roll_back_of(os.environ)
+        generation, run, went_back = 0, "", False
 
         def claim() -> None:
             nonlocal generation, run, went_back
@@ -135,10 +135,11 @@ class Checkpoints:
             run = run_of(Path(directory))
             went_back = request is not None and go_back(Path(directory), request)
 
-        failure = peers.on_rank_0(claim)
+        failure = peers.attempt(claim) if peers.rank == 0 else None
+        claimed = peers.from_first((failure, generation, run, went_back))
+        failure, generation, run, went_back = claimed
         if failure:
             raise CheckpointError(failure)
-        generation, run, went_back = peers.from_first((generation, run, went_back))
         self._checkpointer = Checkpointer(
             Path(directory), group, generation, run={}, keep=keep, on_result=self._saved
         )

@@ -101,6 +101,7 @@ class _RankNode(NamedTuple):
     host: RankHost
     most_bytes: int
     problem: str | None
+    secret: bytes  # that of rank 0 counts
 
 
 class _JobRanks(NamedTuple):
@@ -140,7 +141,7 @@ def open_copies(
     holders = holders_of(hosts)
     if not settings.peer_bytes_per_second:
         holders = [None for _ in hosts]
-    secret = peers.from_first(secrets.token_bytes(32) if peers.rank == 0 else None)
+    secret = nodes[0].secret
     memory = NodeMemory(node.most_bytes // hosts.count(node.host))
     closed = threading.Event()
     held = HeldCopies(
@@ -158,39 +159,39 @@ def open_copies(
             address = (host, server.port)
         except OSError as error:
             report(f"no copies from other nodes are held here: {error}")
-    every = _JobRanks(
-        peers, [hosts.index(host) for host in hosts], holders, peers.gather(address), secret
-    )
     try:
         store, problem = None, None
         if peers.group is not None:
             store = store_of_process_group(torch.distributed, f"memory/{run}/{generation}")
     except RuntimeError as error:  # a store that cannot be used from a second thread
         store, problem = None, f"the store cannot be cloned: {error}"
-    problem = peers.first(problem)
+    results = peers.gather((address, problem))
+    addresses = [each for each, _ in results]
+    problem = next((each for _, each in results if each is not None), None)
     if problem is not None:
         if peers.rank == 0:
             report(problem)
         return None
+    every = _JobRanks(peers, [hosts.index(host) for host in hosts], holders, addresses, secret)
     return MemoryCopies(
         settings, directory, every, generation, memory, store, server, closed, captures, report
     )
 
 
 def _prepare(run: str) -> tuple[MemorySettings | None, CopyDirectory | None, _RankNode]:
-    nowhere = RankHost("", "")
+    nowhere, secret = RankHost("", ""), secrets.token_bytes(32)
     try:
         settings = memory_settings()
         if settings.root is None:
-            return settings, None, _RankNode(nowhere, 0, "")
+            return settings, None, _RankNode(nowhere, 0, "", secret)
         directory = CopyDirectory(settings.root, run)
         # The files of earlier generations are deleted before there are new ones.
         free_bytes = available_bytes(settings.root) + directory.used_bytes()
         most_bytes = settings.limit_bytes or int(SHARE_OF_FREE_MEMORY * free_bytes)
     except (OSError, CheckpointError, ValueError) as error:
-        return None, None, _RankNode(nowhere, 0, reason_of(error))
+        return None, None, _RankNode(nowhere, 0, reason_of(error), secret)
     host = RankHost(settings.failure_domain, f"{settings.boot} {settings.root}")
-    return settings, directory, _RankNode(host, most_bytes, None)
+    return settings, directory, _RankNode(host, most_bytes, None, secret)
 
 
 class MemoryCopies:

@@ -139,10 +139,11 @@ class Recovery:
             if choice is None:
                 return None
             copy, failure = self._open(choice.sources[self._peers.rank])
-            failures = self._peers.gather(failure)
+            results = self._peers.gather((failure, None if copy is None else self._unfit(copy)))
+            failures = [each for each, _ in results]
             if not any(failures):
-                # The copies are intact; now whether this script can load them.
-                unfit = self._peers.first(None if copy is None else self._unfit(copy))
+                # The copies are intact, but perhaps this script cannot load them.
+                unfit = next((each for _, each in results if each is not None), None)
                 if unfit is None and copy is not None:
                     return choice, copy
                 if self._peers.rank == 0:
