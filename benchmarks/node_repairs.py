@@ -9,10 +9,10 @@ step of `STEP_SECONDS`) runs under `paceline run --preload` in mode `auto`:
 - *grown back*: the nodes return; the next restart, for a killed rank, has all ranks again;
 - *slow*: the ranks of a node become slow, and the job moves to the spare.
 
-A loss is confirmed when the server reports it; the time is from then to a step that all ranks have
-finished. The pause of the move is the longest time between two steps less one step, in steps of
-`MOVED_STEP_SECONDS`. The training function is `@paceline.resilient`: ranks that stay keep their
-process.
+The spare has imported what ranks need, as it has beside a job of some minutes. A loss is confirmed
+when the server reports it; the time is from then to a step that all ranks have finished. The pause
+of the move is the longest time between two steps less one step, in steps of `MOVED_STEP_SECONDS`.
+The training function is `@paceline.resilient`: ranks that stay keep their process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness import Result
 from paceline_cli.client import Client
 from paceline_demo.cluster import GPUS_PER_NODE, Cluster, EmulatedNode
-from paceline_demo.faults import lose_node
+from paceline_demo.faults import descendants, lose_node
 from paceline_demo.training import start_job
 
 RANKS = 8
@@ -87,6 +88,22 @@ class RankStep(NamedTuple):
     at_ns: int  # time.monotonic_ns()
 
 
+def _is_warm(node: EmulatedNode) -> bool:
+    """Return whether the fork server of a node has imported all: it needs no CPU for a second."""
+    before = _cpu_time(node)
+    time.sleep(1.0)
+    return before is not None and before == _cpu_time(node)
+
+
+def _cpu_time(node: EmulatedNode) -> list[str] | None:
+    """Return the CPU time of the fork server, user and system; None: there is none."""
+    assert node.agent is not None, "it was started"
+    for pid in descendants(node.agent.pid):
+        if b"fork_server.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return None
+
+
 class NotRepairedError(RuntimeError):
     """The job did not train again within the time limit."""
 
@@ -140,6 +157,9 @@ class _Job:
         command = (sys.executable, str(script), str(self._directory))
         self._job_id = start_job(cluster, (RANKS, 1, 1), "auto", command, options=options)
         self._await_steps(0, "start")
+        names = {one["node"] for one in self._ranks()}
+        spare = next(node for node in cluster.nodes if node.agent_id not in names)
+        self._await(lambda: _is_warm(spare), "have its spare import what ranks need")
 
     def node_of_rank(self, rank: int) -> EmulatedNode:
         names = {one["rank"]: one["node"] for one in self._ranks()}
