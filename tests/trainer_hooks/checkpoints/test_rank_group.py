@@ -1,4 +1,4 @@
-"""What ranks exchange: small values, large ones, and some of each."""
+"""The exchange of values of any size between ranks."""
 
 from __future__ import annotations
 
