@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 
 import paceline
 from benchmarks.harness import Result
@@ -55,10 +55,14 @@ def measure() -> Iterator[Result]:
         os.environ["PACELINE_MEMORY_DIRECTORY"] = memory
         for shape in SHAPES:
             yield from _blocking(Path(disk), shape, _wait)
-        for name, step in (("host waits", _wait), ("host computes", _computing())):
+        for name, step in (
+            ("host waits", _wait),
+            ("host computes", _computing(torch.randn(192, 192) / 14, 1000)),
+        ):
             yield from _overhead(Path(disk), name, LARGE, step)
         if torch.cuda.is_available():
-            step = _computing_on_gpu()
+            matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+            step = _computing(matrix, 20)
             for shape in ON_GPU:
                 yield from _blocking(Path(disk), shape, step)
                 yield from _overhead(Path(disk), "GPU computes", shape, step)
@@ -172,39 +176,23 @@ def _await_gpu() -> None:
         torch.cuda.synchronize()
 
 
-def _computing_on_gpu() -> Callable[[], None]:
-    """Return a step of matrix products on the GPU, for which the host does not wait."""
-    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+def _computing(matrix: Tensor, count: int) -> Callable[[], None]:
+    """Return a step of matrix products, for which the host does not wait on a GPU.
+
+    Args:
+        matrix: each product's factors.
+        count: number of products that are timed to find how many make a step.
+    """
     out = torch.empty_like(matrix)
 
-    def run(count: int) -> float:
-        _await_gpu()
-        started = perf_counter()
-        for _ in range(count):
-            torch.mm(matrix, matrix, out=out)
-        _await_gpu()
-        return perf_counter() - started
-
-    run(20)
-    products = round(20 * STEP_SECONDS / run(20))
-
-    def step() -> None:
+    def run(products: int) -> None:
         for _ in range(products):
             torch.mm(matrix, matrix, out=out)
 
-    return step
-
-
-def _computing() -> Callable[[], None]:
-    """Return a step of matrix products in one thread."""
-    matrix, out = torch.randn(192, 192) / 14, torch.empty(192, 192)
-
-    def run(count: int) -> None:
-        for _ in range(count):
-            torch.mm(matrix, matrix, out=out)
-
-    run(1000)
+    run(count)
+    _await_gpu()
     started = perf_counter()
-    run(1000)
-    products = round(1000 * STEP_SECONDS / (perf_counter() - started))
+    run(count)
+    _await_gpu()
+    products = round(count * STEP_SECONDS / (perf_counter() - started))
     return lambda: run(products)

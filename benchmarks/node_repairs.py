@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness import Result
+from benchmarks.node import RunningProcess
 from paceline_cli.client import Client
 from paceline_demo.cluster import GPUS_PER_NODE, Cluster, EmulatedNode
-from paceline_demo.faults import descendants, lose_node
+from paceline_demo.faults import lose_node
 from paceline_demo.training import start_job
 
 RANKS = 8
@@ -46,7 +46,6 @@ MOVE_GOAL_STEPS = 2.0
 
 SCRIPT = """
 import os, sys, time
-from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,18 +89,11 @@ class RankStep(NamedTuple):
 
 def _is_warm(node: EmulatedNode) -> bool:
     """Return whether the fork server of a node has imported all: it needs no CPU for a second."""
-    before = _cpu_time(node)
-    time.sleep(1.0)
-    return before is not None and before == _cpu_time(node)
-
-
-def _cpu_time(node: EmulatedNode) -> list[str] | None:
-    """Return the CPU time of the fork server, user and system; None: there is none."""
     assert node.agent is not None, "it was started"
-    for pid in descendants(node.agent.pid):
-        if b"fork_server.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return None
+    servers = RunningProcess(node.agent.pid).family().having("fork_server.py")
+    before = [server.cpu_ms for server in servers]
+    time.sleep(1.0)
+    return bool(servers) and before == [server.cpu_ms for server in servers]
 
 
 class NotRepairedError(RuntimeError):

@@ -126,8 +126,8 @@ class Checkpoints:
         self._skip = skip_of(os.environ)
         self._batches: SkippingBatches | None = None  # batches of the epoch in progress
         peers = RankGroup(group)
-        request = roll_back_of(os.environ)
         generation, run, went_back = 0, "", False
+        request = roll_back_of(os.environ)
 
         def claim() -> None:
             nonlocal generation, run, went_back

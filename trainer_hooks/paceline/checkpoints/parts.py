@@ -260,6 +260,7 @@ class OptimizerPart(_Base):
         return found
 
     def capture(self) -> Captured:
+        # In this order: `parameters` takes the options of groups over from a sharded optimizer.
         names, state = list(self.parameters()), self.value.state_dict()
         tree = {
             "state": {names[number]: values for number, values in state["state"].items()},

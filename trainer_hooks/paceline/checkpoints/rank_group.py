@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,29 +40,14 @@ class RankGroup:
         """Return the value of each rank."""
         if self.group is None:
             return [value]
-        content = pickle.dumps(value)
-        begins = self._all_gather(_block(content))
-        lengths = [_length_of(begin) for begin in begins]
-        longest = max(lengths)
-        rests: Sequence[bytes] = [b""] * self.size
-        if longest > _ROOM:
-            rests = self._all_gather(content[_ROOM:].ljust(longest - _ROOM, b"\0"))
-        return [
-            pickle.loads((begin[_LENGTH.size :] + rest)[:length])
-            for begin, rest, length in zip(begins, rests, lengths, strict=True)
-        ]
+        return _exchange(pickle.dumps(value), self._all_gather)
 
     def from_first(self, value: T | None) -> T:
         """Return the value of rank 0."""
+        if self.group is None:
+            return cast("T", value)
         content = pickle.dumps(value) if self.rank == 0 else b""
-        if self.group is not None:
-            begin = self._broadcast(_block(content))
-            length = _length_of(begin)
-            rest = b""
-            if length > _ROOM:
-                rest = self._broadcast(content[_ROOM:].ljust(length - _ROOM, b"\0"))
-            content = (begin[_LENGTH.size :] + rest)[:length]
-        first: T = pickle.loads(content)
+        first: T = _exchange(content, self._broadcast)[0]
         return first
 
     def _all_gather(self, content: bytes) -> list[bytes]:
@@ -71,10 +56,11 @@ class RankGroup:
         dist.all_gather(list(gathered.unbind()), _tensor_of(content), group=self.group)
         return [row.numpy().tobytes() for row in gathered]
 
-    def _broadcast(self, content: bytes) -> bytes:
+    def _broadcast(self, content: bytes) -> list[bytes]:
+        """Return the bytes of rank 0, as many as of this one."""
         tensor = _tensor_of(content)
         dist.broadcast(tensor, group=self.group, group_src=0)
-        return tensor.numpy().tobytes()
+        return [tensor.numpy().tobytes()]
 
     def attempt(self, act: Callable[[], object]) -> str | None:
         """Call `act`. Return None, or the reason in one line if it failed on this rank."""
@@ -86,21 +72,30 @@ class RankGroup:
 
     def first(self, failure: str | None) -> str | None:
         """Return the first failure of any rank, the same on all ranks."""
-        return next((failure for failure in self.gather(failure) if failure), None)
+        return first_of(self.gather(failure))
 
     def on_rank_0(self, act: Callable[[], object]) -> str | None:
         """Call `act` on rank 0. Return why it failed, on all ranks."""
         return self.first(self.attempt(act) if self.rank == 0 else None)
 
 
-def _block(content: bytes) -> bytes:
-    """Return the first bytes of a value to exchange, after its length."""
-    return (_LENGTH.pack(len(content)) + content[:_ROOM]).ljust(_BLOCK_BYTES, b"\0")
+def first_of(failures: Iterable[str | None]) -> str | None:
+    """Return the first failure; None: there is none."""
+    return next(filter(None, failures), None)
 
 
-def _length_of(block: bytes) -> int:
-    length: int = _LENGTH.unpack_from(block)[0]
-    return length
+def _exchange(content: bytes, exchange: Callable[[bytes], list[bytes]]) -> list[Any]:
+    """Return the values that arrive; `exchange` sends the same number of bytes on all ranks."""
+    block = (_LENGTH.pack(len(content)) + content[:_ROOM]).ljust(_BLOCK_BYTES, b"\0")
+    begins = exchange(block)
+    lengths = [_LENGTH.unpack_from(begin)[0] for begin in begins]
+    rests, missing = [b""] * len(begins), max(lengths) - _ROOM
+    if missing > 0:
+        rests = exchange(content[_ROOM:].ljust(missing, b"\0"))
+    return [
+        pickle.loads((begin[_LENGTH.size :] + rest)[:length])
+        for begin, rest, length in zip(begins, rests, lengths, strict=True)
+    ]
 
 
 def _tensor_of(content: bytes) -> Tensor:

@@ -51,7 +51,7 @@ from paceline.checkpoints.memory.transfer import (
     TokenBucket,
     address_towards,
 )
-from paceline.checkpoints.rank_group import RankGroup, reason_of
+from paceline.checkpoints.rank_group import RankGroup, first_of, reason_of
 from paceline.checkpoints.trees import (
     is_decodable,
     refuse_if_unsafe,
@@ -110,7 +110,7 @@ class _JobRanks(NamedTuple):
     group: RankGroup
     first_ranks: list[int]  # for each rank, the first one of its node
     holders: list[int | None]
-    addresses: list[tuple[str, int] | None]
+    addresses: Sequence[tuple[str, int] | None]
     secret: bytes
 
 
@@ -165,14 +165,14 @@ def open_copies(
             store = store_of_process_group(torch.distributed, f"memory/{run}/{generation}")
     except RuntimeError as error:  # a store that cannot be used from a second thread
         store, problem = None, f"the store cannot be cloned: {error}"
-    results = peers.gather((address, problem))
-    addresses = [each for each, _ in results]
-    problem = next((each for _, each in results if each is not None), None)
+    addresses, problems = zip(*peers.gather((address, problem)), strict=True)
+    problem = first_of(problems)
     if problem is not None:
         if peers.rank == 0:
             report(problem)
         return None
-    every = _JobRanks(peers, [hosts.index(host) for host in hosts], holders, addresses, secret)
+    first_ranks = [hosts.index(host) for host in hosts]
+    every = _JobRanks(peers, first_ranks, holders, addresses, secret)
     return MemoryCopies(
         settings, directory, every, generation, memory, store, server, closed, captures, report
     )

@@ -27,12 +27,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.checkpoints.memory.device import DeviceCopy, DevicePlan, is_capturing
+from paceline.checkpoints.memory.device import (
+    PROBE_BYTES,
+    DeviceCopy,
+    DevicePlan,
+    is_capturing,
+)
 from paceline.checkpoints.memory.file import local_of
 
 LEAST_BYTES = 64 * 1024  # a smaller tensor is copied at the boundary
 _PIECE_BYTES = 4 << 20  # that the training thread may wait for
-_PROBE_BYTES = 64
 _SIBLING_LOSS = 0.2  # share that a busy hyperthread loses while the other one of its core is busy
 
 # By address and number of elements of this rank's part: what the script changes.
@@ -211,30 +215,29 @@ class TensorPlan:
         """
         self.pieces: list[tuple[int, int, int]] = []  # target, source, bytes
         self.probed: list[tuple[int, int]] = []  # address, bytes
-        self.live: list[Tensor] = []  # those which the script changes, of the pieces
+        self.live: list[Tensor] = []  # those which the script changes, of the deferred ones
         self.devices: dict[torch.device, DevicePlan] = {}
         self._sources: list[Tensor] = []  # their memory is read until a copy is complete
         self._now: tuple[list[Tensor], list[Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):
             changed = live.get((source.data_ptr(), source.numel()))
-            if not _is_deferrable(source):
-                changed = None
+            is_deferred = changed is not None and _is_deferrable(source)
+            if changed is not None and is_deferred:
+                self.live.append(changed)
             if source.is_cuda:
                 on_device = self.devices.setdefault(source.device, DevicePlan())
-                on_device.add(target, source, is_deferred=changed is not None)
-                self.live += [] if changed is None else [changed]
-            elif changed is not None:
-                self._defer(target, source, changed)
+                on_device.add(target, source, is_deferred=is_deferred)
+            elif is_deferred:
+                self._defer(target, source)
             else:
                 self._now[0].append(target)
                 self._now[1].append(source)
 
-    def _defer(self, target: Tensor, source: Tensor, live: Tensor) -> None:
+    def _defer(self, target: Tensor, source: Tensor) -> None:
         to, at, size = target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize
         for offset in range(0, size, _PIECE_BYTES):
             self.pieces.append((to + offset, at + offset, min(_PIECE_BYTES, size - offset)))
-        self.probed.append((at + size // 2, min(_PROBE_BYTES, size - size // 2)))
-        self.live.append(live)
+        self.probed.append((at + size // 2, min(PROBE_BYTES, size - size // 2)))
         self._sources.append(source)
 
     def copy_now(self) -> None:

@@ -21,11 +21,10 @@ from paceline.checkpoints.device_mark import DeviceMark
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.001
-_PROBE_BYTES = 64
+PROBE_BYTES = 64
 _RELAXED_CAPTURE = 2  # cudaStreamCaptureModeRelaxed: the thread's calls are no part of a capture
 _PORTABLE = 1  # cudaHostRegisterPortable: the pages are locked for all GPUs
 _cuda: Any = torch.cuda
-
 
 _streams: dict[torch.device, Any] = {}  # for copies; the training thread's alone
 
@@ -34,28 +33,18 @@ class DevicePlan:
     """The tensors of a part of a state that one GPU copies."""
 
     def __init__(self) -> None:
-        self._now: tuple[list[Tensor], list[Tensor]] = ([], [])  # targets and sources
-        self._deferred: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._probes: list[Tensor] = []  # bytes in the middle of each deferred one
+        self.now: tuple[list[Tensor], list[Tensor]] = ([], [])  # targets and sources
+        self.deferred: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.probes: list[Tensor] = []  # bytes in the middle of each deferred one
 
     def add(self, target: Tensor, source: Tensor, *, is_deferred: bool) -> None:
-        targets, sources = self._deferred if is_deferred else self._now
+        targets, sources = self.deferred if is_deferred else self.now
         targets.append(target)
         sources.append(source)
         if is_deferred:
             content = source.detach().view(-1).view(torch.uint8)
             begin = len(content) // 2
-            self._probes.append(content[begin : begin + _PROBE_BYTES])
-
-    def copy_now(self) -> None:
-        _copy(self._now)
-
-    def copy_deferred(self) -> None:
-        _copy(self._deferred)
-
-    @property
-    def probes(self) -> list[Tensor]:
-        return self._probes
+            self.probes.append(content[begin : begin + PROBE_BYTES])
 
 
 def _copy(tensors: tuple[list[Tensor], list[Tensor]]) -> None:
@@ -81,14 +70,14 @@ class DeviceCopy:
             self._device = device
             self._begun = _event(script)
             for plan in plans:
-                plan.copy_now()
+                _copy(plan.now)
             probes = [probe for plan in plans for probe in plan.probes]
             self._before = _to_host(probes)
             self._ready = _event(script)
             with _cuda.stream(own):
                 own.wait_event(self._ready)
                 for plan in plans:
-                    plan.copy_deferred()
+                    _copy(plan.deferred)
                 self._after = _to_host(probes)
                 self._mark = DeviceMark()
             self._done = _event(own)
@@ -159,7 +148,7 @@ def pin(content: mmap.mmap) -> None:
 
     In a thread of Paceline: the call would break captures of graphs by other threads.
     """
-    if not (_cuda.is_available() and _cuda.is_initialized()):
+    if not _cuda.is_initialized():
         return
     try:
         library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")

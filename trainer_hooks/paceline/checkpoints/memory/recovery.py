@@ -16,7 +16,7 @@ from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName
 from paceline.checkpoints.memory.file import CopyFile, CopyRecord, read_record
-from paceline.checkpoints.rank_group import RankGroup, reason_of
+from paceline.checkpoints.rank_group import RankGroup, first_of, reason_of
 
 _log = logging.getLogger(__name__)
 
@@ -139,11 +139,11 @@ class Recovery:
             if choice is None:
                 return None
             copy, failure = self._open(choice.sources[self._peers.rank])
-            results = self._peers.gather((failure, None if copy is None else self._unfit(copy)))
-            failures = [each for each, _ in results]
+            unfit = None if copy is None else self._unfit(copy)
+            failures, misfits = zip(*self._peers.gather((failure, unfit)), strict=True)
             if not any(failures):
                 # The copies are intact, but perhaps this script cannot load them.
-                unfit = next((each for _, each in results if each is not None), None)
+                unfit = first_of(misfits)
                 if unfit is None and copy is not None:
                     return choice, copy
                 if self._peers.rank == 0:
@@ -160,9 +160,10 @@ class Recovery:
             }
             excluded |= bad
             if self._peers.rank == 0:
-                reason = next(reason for reason in failures if reason)
                 _log.error(
-                    "A copy of step %d in memory is not used: %s.", choice.saved.step, reason
+                    "A copy of step %d in memory is not used: %s.",
+                    choice.saved.step,
+                    first_of(failures),
                 )
         return None
 
