@@ -46,6 +46,7 @@ MOVE_GOAL_STEPS = 2.0
 
 SCRIPT = """
 import os, sys, time
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
