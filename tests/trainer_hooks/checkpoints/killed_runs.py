@@ -11,6 +11,7 @@ process, which has imported torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -55,6 +56,8 @@ RANKS = {
     "ddp": 2,
     "stateful": 2,
     "zero": 2,
+    "compiled": 2,
+    "accumulated": 2,
     "fsdp2": 2,
     "fsdp2_tp": 4,
     "pipelining": 2,
@@ -169,6 +172,45 @@ def ddp(directory: Path, log: Log) -> None:
 
 def stateful(directory: Path, log: Log) -> None:
     train_replicated(directory, log, DistributedDataParallel, StatefulDataLoader)
+
+
+def compiled(directory: Path, log: Log) -> None:
+    """Train a compiled module, whose parameters have a prefix before their names."""
+
+    def wrap(model: Model) -> Any:
+        return torch.compile(DistributedDataParallel(model), backend="aot_eager")
+
+    train_replicated(directory, log, wrap, DataLoader)
+
+
+def accumulated(directory: Path, log: Log) -> None:
+    """Train with an optimizer step every third batch; gradients are exchanged only there."""
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Model())
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader, sampler = sharded_loader(rank, 2)
+    state = paceline.Checkpoints(
+        directory / "checkpoints",
+        every=min(EVERY, 1),
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+    )
+    for epoch in state.epochs(EPOCHS):
+        sampler.set_epoch(epoch)
+        for number, (x, y) in enumerate(paceline.steps(loader, state=state), 1):
+            is_last = number % 3 == 0
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss = (model(x) - y).square().mean() / 3
+                loss.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+            log.step(state.step, loss.detach(), (x, y), state.resumed_from)
+    state.wait()
+    finish(log, model.state_dict(), optimizer)
 
 
 def zero(directory: Path, log: Log) -> None:
@@ -313,6 +355,8 @@ def run_rank(kind: str, directory: Path, rank: int, port: int) -> None:
         "ddp": ddp,
         "stateful": stateful,
         "zero": zero,
+        "compiled": compiled,
+        "accumulated": accumulated,
         "fsdp2": fsdp2,
         "fsdp2_tp": fsdp2_tp,
         "pipelining": pipelining,

@@ -10,7 +10,17 @@ import pytest
 from tests import forked_python
 
 PROGRAM = Path(__file__).with_name("killed_runs.py")
-KINDS = ["ddp", "stateful", "zero", "fsdp2", "fsdp2_tp", "pipelining", "plain"]
+KINDS = [
+    "ddp",
+    "stateful",
+    "zero",
+    "compiled",
+    "accumulated",
+    "fsdp2",
+    "fsdp2_tp",
+    "pipelining",
+    "plain",
+]
 
 
 TIERS = ["disk", "memory", "peer"]
