@@ -89,15 +89,21 @@ class TopologyRecognizer:
         parameters = loaded(
             "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup"
         )
-        for kind, add in (
-            (mesh, self.add_mesh),
-            (parallel, self.add_data_parallel),
-            (sharded, self.add_data_parallel),
-            (parameters, self.add_fully_shard),
-        ):
-            if kind is not None:
-                after(kind, "__init__", self._adding(add))
-                for found in instances(kind):
+        kinds = {
+            kind: add
+            for kind, add in (
+                (mesh, self.add_mesh),
+                (parallel, self.add_data_parallel),
+                (sharded, self.add_data_parallel),
+                (parameters, self.add_fully_shard),
+            )
+            if kind is not None
+        }
+        for kind, add in kinds.items():
+            after(kind, "__init__", self._adding(add))
+        for found in instances(*kinds):  # of all at once: it passes over all objects of the process
+            for kind, add in kinds.items():
+                if isinstance(found, kind):
                     self._try(add, found)
         self._try(self._add_megatron)
         self._try(self._add_deepspeed)
