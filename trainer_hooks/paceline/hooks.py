@@ -247,7 +247,7 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
     session.process_groups = recorder
     recorder.channels.on_new_group = partial(session.guard, session.report_backend)
     name = "C++ library" if isinstance(recorder, NativeRecorder) else "Python"
-    session.report_coverage(name, _reason_of_operators(torch))
+    session.report_coverage(name, reason_of_operators(torch))
     if torch.backends.cuda.is_built():
         session.loop.at_boundary = partial(session.guard, session.at_boundary)
     elif isinstance(recorder, NativeRecorder):
@@ -259,7 +259,7 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
 
 
 # To list all operators of torch takes 5 ms, and each generation of a process asks.
-_reason_of_operators = cache(coverage.reason_of_operators)
+reason_of_operators = cache(coverage.reason_of_operators)
 _topology = TopologyRecognizer(_find_session)
 _schedules = ScheduleRecognizer(_find_session, _topology.add_stage)
 

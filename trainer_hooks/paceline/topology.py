@@ -101,7 +101,7 @@ class TopologyRecognizer:
         }
         for kind, add in kinds.items():
             after(kind, "__init__", self._adding(add))
-        for found in instances(*kinds):  # of all at once: it passes over all objects of the process
+        for found in instances(*kinds):  # one pass over all objects of the process
             for kind, add in kinds.items():
                 if isinstance(found, kind):
                     self._try(add, found)

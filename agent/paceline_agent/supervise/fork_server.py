@@ -4,8 +4,12 @@ The job's interpreter runs it as a file, with only the standard library, as
 `python FLAGS fork_server.py FD MODULE,... PROGRAM`; PROGRAM is `script.py ARGS` or `-m NAME ARGS`.
 The guard starts it beside the first ranks of a job that sets `PACELINE_PRELOAD` and talks to it
 over the packet socket FD: it sends `ready` once, and answers each request with the pid of a rank or
-an error. A rank is forked twice, so that it becomes a child of the guard like any other. It starts
-when the guard, which knows its pid by then, writes to the pipe that came with the request.
+an error. A rank is forked twice, so that it becomes a child of the guard like any other, once the
+process between has ended. It starts when the guard, which knows its pid by then, writes to the pipe
+that came with the request.
+
+A process for the next request is forked ahead, because others may wait for a rank that replaces a
+dead one: on a busy node, the two forks of a process with torch take 100 ms.
 
 A forked rank equals one in a new interpreter, except for random numbers that modules drew during
 import. `ps` and /proc/PID/environ show its command, RANK and PACELINE_GENERATION.
@@ -21,6 +25,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -32,8 +37,10 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 _REQUEST_BYTES = 1 << 20
-# Imported by optimizers and DDP, and by `paceline.Checkpoints`, only when these are used.
-_IMPORTED_LATER = ("torch._dynamo", "paceline.checkpoints.checkpoints")
+_AHEAD_SECONDS = 0.5  # without a request, until a process is forked for the next one
+# Imported by optimizers and DDP, and by `paceline.Checkpoints`, only when these are used; and facts
+# that the hooks look up when they begin.
+_IMPORTED_LATER = ("torch._dynamo", "paceline.checkpoints.checkpoints", "paceline.preloaded")
 _ARGUMENTS, _ENVIRONMENT = 45, 47  # arg_start, env_start in proc_pid_stat(5), from field 3
 
 
@@ -64,7 +71,7 @@ def preload(modules: list[str]) -> None:
         importlib.import_module(name)
     if "torch" in sys.modules:
         for name in _IMPORTED_LATER:
-            with contextlib.suppress(ImportError):
+            with contextlib.suppress(Exception):
                 importlib.import_module(name)
     if threading.active_count() > 1:
         raise RuntimeError("an import started threads, which a forked rank would not have")
@@ -77,43 +84,91 @@ def preload(modules: list[str]) -> None:
 
 def serve(connection: socket.socket) -> dict[str, Any] | None:
     """Fork ranks until the guard is gone. Return None then; in a rank, return its request."""
+    fork: _Fork | None = None
     while True:
+        timeout = _AHEAD_SECONDS if fork is None else None
+        has_request = bool(select.select([connection], [], [], timeout)[0])
+        if fork is None:
+            fork = _Fork(connection)
+            if fork.is_rank:
+                return fork.wait()
+        if not has_request:
+            continue
         message, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 2)
         if not message:
             return None
-        request: dict[str, Any] = json.loads(message)
-        readable, writable = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about numpy's threads; numpy handles a fork itself
-            between = os.fork()
-            is_rank = not between and _fork_again()
-        if is_rank:
-            os.close(readable)
-            connection.close()
-            go, log = descriptors
-            _prepare(request, writable, go, log)
-            return request
-        os.close(writable)
-        os.waitpid(between, 0)
-        with open(readable, "rb") as pipe:
-            connection.send(pipe.read())
+        connection.send(fork.start(message, descriptors))
+        fork = None
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _fork_again() -> bool:
-    """Fork and end the parent. Return True in the new process."""
+class _Fork:
+    """A process that waits for the request of its rank, and one between until the request comes.
+
+    Both end with the fork server.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Fork both. `is_rank` is True in the new rank, which has to call `wait`."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        readable, self._gate = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about numpy's threads; numpy handles a fork itself
+            self._between = os.fork()
+            self.is_rank = False
+            if not self._between:
+                connection.close()
+                self._socket.close()
+                os.close(self._gate)
+                self.is_rank = _fork_again(theirs, readable)
+                self._socket = theirs
+        os.close(readable)
+        if not self.is_rank:
+            theirs.close()
+
+    def start(self, message: bytes, descriptors: list[int]) -> bytes:
+        """Have the process become a rank. Return its answer."""
+        os.close(self._gate)
+        os.waitpid(self._between, 0)
+        with self._socket, contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [message], descriptors)
+            if answer := self._socket.recv(_REQUEST_BYTES):
+                return answer
+        return b'{"error": "the process that was forked ahead is gone"}'
+
+    def wait(self) -> dict[str, Any]:
+        """Wait for the request, and for the start of the rank. Return the request."""
+        message, descriptors, _, _ = socket.recv_fds(self._socket, _REQUEST_BYTES, 2)
+        if not message:
+            os._exit(0)
+        request: dict[str, Any] = json.loads(message)
+        go, log = descriptors
+        with self._socket:
+            _prepare(request, self._socket, log)
+        _wait_for_start(request, go)
+        return request
+
+
+def _fork_again(rank: socket.socket, gate: int) -> bool:
+    """Fork. Return True in the new process; end the other one when the gate is closed."""
     pid = -1
     try:
         pid = os.fork()
+        if pid:
+            rank.close()
+            os.dup2(gate, 0)
+            with contextlib.suppress(OSError):  # the end of a small process takes no time
+                os.execv("/bin/cat", ["fork_server.py, between"])
+            os.read(gate, 1)
     finally:
         if pid:
             os._exit(0)
     return True
 
 
-def _prepare(request: dict[str, Any], reply: int, go: int, log: int) -> None:
-    """Set up this process as the guard does for a rank that it executes; wait for its start.
+def _prepare(request: dict[str, Any], reply: socket.socket, log: int) -> None:
+    """Set up this process as the guard does for a rank that it executes, and answer.
 
     The process already runs as the ranks' user without capabilities, like the fork server.
     """
@@ -125,10 +180,12 @@ def _prepare(request: dict[str, Any], reply: int, go: int, log: int) -> None:
         if request["directory"]:
             os.chdir(request["directory"])
     except OSError as error:
-        os.write(reply, json.dumps({"error": str(error)}).encode())
+        reply.send(json.dumps({"error": str(error)}).encode())
         os._exit(127)
-    os.write(reply, json.dumps({"pid": os.getpid()}).encode())
-    os.close(reply)
+    reply.send(json.dumps({"pid": os.getpid()}).encode())
+
+
+def _wait_for_start(request: dict[str, Any], go: int) -> None:
     if not os.read(go, 1):
         os._exit(127)  # the guard did not register this rank
     os.close(go)
@@ -145,6 +202,8 @@ def run(request: dict[str, Any], program: list[str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     _show_command(environment, request["argv"])
+    if "paceline.environment" in sys.modules:
+        sys.modules["paceline.environment"].enter_generation({})  # it starts now
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     as_module = program[0] == "-m"

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,18 +96,23 @@ class Job:
         return [o.pid for o in self.server.events(RankStarted) if o.generation == generation]
 
     def fork_server(self) -> int | None:
+        return next(iter(self.fork_processes()), None)
+
+    def fork_processes(self) -> list[int]:
+        """Return the fork server, and the two processes that it has forked ahead."""
+        found = []
         for process in guard.descendants(self.agent.pid):
             with contextlib.suppress(OSError):
                 if b"fork_server.py" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
-                    return process.pid
-        return None
+                    found.append(process.pid)
+        return found
 
     def imports(self) -> list[int]:
         file = self.directory / "imports"
         return [int(line) for line in file.read_text().split()] if file.exists() else []
 
     def until_preloaded(self) -> int:
-        """Wait until the fork server has imported the modules. Return its pid."""
+        """Wait until the fork server has imported the modules and forked ahead. Return its pid."""
         pid: int = self.wait_for(
             lambda: self.fork_server() in self.imports() and self.fork_server()
         )
@@ -117,7 +123,7 @@ class Job:
             last.append(b" ".join((fields[0], *fields[11:13])))
             return last[-1].startswith(b"S") and last.count(last[-1]) > 5
 
-        self.wait_for(rests)
+        self.wait_for(lambda: rests() and len(self.fork_processes()) == 3)
         return pid
 
 
@@ -307,6 +313,32 @@ def test_a_fork_server_that_does_not_respond_is_replaced(
     assert job.fork_server() == second
 
 
+def test_a_rank_that_was_forked_ahead_starts_with_its_generation(job: Job) -> None:
+    job.modules = "slow,paceline"
+    job.start(0)
+    job.until_preloaded()
+    code = "from paceline.environment import process_started_ns; print(process_started_ns())"
+    (job.directory / "train.py").write_text(code)
+    ahead = job.fork_processes()
+    before_ns = time.monotonic_ns()
+    job.start(1)
+    assert int(job.ended(1)[0].log_tail) > before_ns
+    assert job.pids(1)[0] in ahead
+
+
+def test_ranks_are_started_although_a_process_that_was_forked_ahead_was_killed(job: Job) -> None:
+    job.start(0)
+    first = job.until_preloaded()
+    for pid in job.fork_processes()[1:]:
+        os.kill(pid, signal.SIGKILL)
+    job.start(1)
+    assert job.ended(1)[0].exit_code == 0
+    job.wait_for(lambda: job.fork_server() != first and job.until_preloaded())
+    job.start(2)
+    assert job.ended(2)[0].exit_code == 0
+    assert job.pids(2)[0] not in job.imports()
+
+
 def test_a_changed_environment_is_not_forked_from_the_old_fork_server(job: Job) -> None:
     job.start(0, OMP_NUM_THREADS="1")
     first = job.until_preloaded()
@@ -350,8 +382,10 @@ def test_the_fork_server_ends_with_its_agent(
 ) -> None:
     (job.directory / "train.py").write_text("import slow, time; time.sleep(600)")
     job.start(0)
-    fork_server = job.until_preloaded()
+    job.until_preloaded()
     job.start(1)
+    job.wait_for(lambda: len(job.fork_processes()) == 3)
+    forks = job.fork_processes()
     sentinel, pid = guard_pids(job.agent.pid)
     rank = job.pids(1)[0]
     if victim == "none":
@@ -361,7 +395,7 @@ def test_the_fork_server_ends_with_its_agent(
         if victim == "agent":
             job.order(stop(1))  # otherwise its ranks, and the fork server, wait for the next agent
         os.kill(pids[victim], signal.SIGKILL)
-    wait_for(lambda: not is_alive(fork_server) and not is_alive(rank))
+    wait_for(lambda: not any(map(is_alive, [*forks, rank])))
 
 
 def test_the_fork_server_ends_after_a_long_time_without_ranks(

@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -100,13 +101,19 @@ def start_build() -> None:
 def _places() -> list[Path]:
     """Return where the library may be: beside its source, or in the user's cache."""
     try:
-        torch_version = version("torch")
+        torch_version = _torch_version()
     except PackageNotFoundError:
         return []
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     name = f"_process_groups.{torch_version}.{digest}.so"
     cache = cache_directory()
     return [SOURCE.parent / name, *([] if cache is None else [cache / name])]
+
+
+@cache
+def _torch_version() -> str:
+    """Return the version of the installed torch, which is not imported for it."""
+    return version("torch")
 
 
 def _writable_place() -> Path:
