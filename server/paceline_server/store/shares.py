@@ -36,10 +36,13 @@ class Shares:
     slowdown: npt.NDArray[np.float64]
 
 
-def insert_step(session: Session, job_id: str, summary: StepSummary) -> None:
-    """Insert a finished step. A step that is already stored is not changed."""
-    for table, row in step_rows(job_id, summary).items():
-        session.execute(insert_into(session, table).values(**row).on_conflict_do_nothing())
+def insert_steps(session: Session, job_id: str, summaries: Sequence[StepSummary]) -> None:
+    """Insert finished steps. A step that is already stored is not changed."""
+    rows = [step_rows(job_id, summary) for summary in summaries]
+    for table in (StepRow, StepSharesRow):
+        if rows:
+            statement = insert_into(session, table).on_conflict_do_nothing()
+            session.connection().execute(statement, [row[table] for row in rows])
 
 
 def step_rows(job_id: str, summary: StepSummary) -> dict[type[Base], dict[str, object]]:

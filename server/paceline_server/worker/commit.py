@@ -24,10 +24,10 @@ from paceline_server.engine.types import Placement
 from paceline_server.lag import lag_seconds
 from paceline_server.steps.types import StepSummary
 from paceline_server.store import audit, models, recoveries
-from paceline_server.store.changes import record_change
+from paceline_server.store.changes import record_change, record_changes
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
-from paceline_server.store.shares import insert_step
+from paceline_server.store.shares import insert_steps
 from paceline_server.worker.ranks import CHANGING_COLUMNS, new_rank_rows
 from paceline_server.worker.snapshot import JobColumns, Snapshot
 
@@ -125,8 +125,7 @@ def write_commit(
     recoveries.record(session, job_id, decision.actions, launcher)
     act(session, job_id, decision, over, now_ns)
     _quarantine(session, decision)
-    for summary in commit.steps:
-        insert_step(session, job_id, summary)
+    insert_steps(session, job_id, commit.steps)
     session.flush()  # commands before the acknowledgements that name them
     _write_acknowledgements(session, job_id, commit)
     for entry in decision.audit:
@@ -196,12 +195,13 @@ def _claim_nodes(session: Session, job_id: str, agents: set[str]) -> None:
     ).all()
     if set(taken) != agents:
         raise ConflictError(f"another job has taken {sorted(agents - set(taken))}")
-    for agent_id in {*freed, *taken}:
-        record_change(session, None, "node", agent_id)
+    record_changes(session, None, "node", sorted({*freed, *taken}))
 
 
 def _reassign_watched(session: Session, agents: Sequence[str]) -> None:
     """Assign freed nodes that also run ranks of an external job to that job."""
+    if not agents:
+        return
     node, rank, job = models.NodeRow, models.RankRow, models.JobRow
     watched = (
         select(rank.agent_id, func.min(rank.job_id))
@@ -354,12 +354,12 @@ def _upsert(session: Session, table: type[models.Base], row: dict[str, object]) 
 
 
 def _record_changes(session: Session, job_id: str, commit: Commit) -> None:
-    for summary in commit.steps:
-        record_change(session, job_id, "step", f"{job_id}/{summary.step}")
-    for incident in commit.decision.incidents:
-        record_change(session, job_id, "incident", incident.incident_id)
-    for action in commit.decision.actions:
-        record_change(session, job_id, "action", action.action_id)
+    decision = commit.decision
+    steps = [f"{job_id}/{summary.step}" for summary in commit.steps]
+    record_changes(session, job_id, "step", steps)
+    incidents = [incident.incident_id for incident in decision.incidents]
+    record_changes(session, job_id, "incident", incidents)
+    record_changes(session, job_id, "action", [action.action_id for action in decision.actions])
     if commit.placement is not None or commit.relocated is not None or commit.rank_rows:
         record_change(session, job_id, "ranks", job_id)
     record_change(session, job_id, "job", job_id)

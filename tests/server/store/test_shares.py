@@ -8,7 +8,7 @@ from sqlalchemy import func, select, text
 from paceline_server.steps.types import RankStep, StepSummary
 from paceline_server.store import models, queries
 from paceline_server.store.database import Database
-from paceline_server.store.shares import insert_step, medians, newest_shares, prune_steps
+from paceline_server.store.shares import insert_steps, medians, newest_shares, prune_steps
 from paceline_wire.topology import Topology
 from tests.server.rows import toy_job
 
@@ -41,10 +41,10 @@ def summary(step: int, generation: int = 1) -> StepSummary:
 
 def test_per_rank_values_are_read_back_as_arrays(job: Database) -> None:
     with job.write() as session:
-        for step in range(3):
-            insert_step(session, JOB, summary(step))
-        insert_step(session, JOB, summary(1))  # the same step again
-        insert_step(session, JOB, summary(0, generation=0))
+        insert_steps(session, JOB, [summary(step) for step in range(3)])
+        insert_steps(session, JOB, [summary(1)])  # the same step again
+        insert_steps(session, JOB, [])
+        insert_steps(session, JOB, [summary(0, generation=0)])
     with job.read() as session:
         shares = newest_shares(session, JOB, 1, RANKS, 2)
         assert shares.steps == [1, 2]
@@ -60,7 +60,7 @@ def test_per_rank_values_are_read_back_as_arrays(job: Database) -> None:
 
 def test_ranks_beyond_a_smaller_topology_are_dropped(job: Database) -> None:
     with job.write() as session:
-        insert_step(session, JOB, summary(0))
+        insert_steps(session, JOB, [summary(0)])
     with job.read() as session:
         assert newest_shares(session, JOB, 1, 4, 5).slowdown.shape == (1, 4)
         assert medians(newest_shares(session, JOB, 9, 4, 5).slowdown) == [None] * 4
@@ -68,8 +68,7 @@ def test_ranks_beyond_a_smaller_topology_are_dropped(job: Database) -> None:
 
 def test_per_rank_values_are_pruned_before_summaries(job: Database) -> None:
     with job.write() as session:
-        for step in range(30):
-            insert_step(session, JOB, summary(step))
+        insert_steps(session, JOB, [summary(step) for step in range(30)])
         prune_steps(session, JOB, kept=20, shares_kept=5)
         prune_steps(session, "no such job", kept=20, shares_kept=5)
         kept = {
@@ -86,8 +85,7 @@ def test_free_pages_are_returned_to_the_file_system(job: Database) -> None:
             return int(session.scalar(text("PRAGMA page_count")) or 0)
 
     with job.write() as session:
-        for step in range(100):
-            insert_step(session, JOB, summary(step))
+        insert_steps(session, JOB, [summary(step) for step in range(100)])
     full = pages()
     with job.write() as session:
         prune_steps(session, JOB, kept=1, shares_kept=1)
