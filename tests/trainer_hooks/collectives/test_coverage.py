@@ -77,6 +77,16 @@ def test_other_releases_are_recorded(version: str) -> None:
     assert coverage.reason_of_release(version) is None
 
 
+def test_ranks_that_are_forked_know_the_operators_of_torch() -> None:
+    source = """
+import paceline.preloaded
+from paceline.hooks import reason_of_operators
+assert reason_of_operators.cache_info().currsize == 1
+"""
+    finished = forked_python.run(["-c", source], os.environ)
+    assert finished.returncode == 0, finished.stderr
+
+
 def test_operators_of_another_torch_are_named() -> None:
     assert coverage.reason_of_operators(torch) is None
     names = [*torch._C._dispatch_get_all_op_names(), "c10d::allreduce_v2_"]
