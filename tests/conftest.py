@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage among the objects of 5,000 tests, neither now nor later.
 
-    The hooks search all objects when they begin: 10 ms in a training, more than a second here.
+    The hooks search all objects when they begin: 40 ms in a training, more than a second here.
     """
     gc.disable()
     try:
