@@ -19,11 +19,8 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("agent", "cli", "lab", "server", "trainer_hooks", "wire")
 RULES = tomllib.loads(Path(__file__).with_name("language.toml").read_text())
 WORDS: dict[str, str] = RULES["identifiers"]
-# Each begins at a word's beginning, which makes the search of all at once six times as fast.
-PHRASES = {
-    re.compile(rf"\b(?:{pattern})", re.IGNORECASE): use for pattern, use in RULES["phrases"].items()
-}
-ANY_PHRASE = re.compile(rf"\b(?:{'|'.join(RULES['phrases'])})", re.IGNORECASE)
+PHRASES = {re.compile(pattern, re.IGNORECASE): use for pattern, use in RULES["phrases"].items()}
+ANY_PHRASE = re.compile("|".join(f"(?:{pattern})" for pattern in RULES["phrases"]), re.IGNORECASE)
 OPENINGS = {re.compile(pattern): use for pattern, use in RULES["openings"].items()}
 # In Python source. `tokenize` takes twenty times as long.
 COMMENT_OR_STRING = re.compile(

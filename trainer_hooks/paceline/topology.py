@@ -89,16 +89,13 @@ class TopologyRecognizer:
         parameters = loaded(
             "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup"
         )
-        kinds = {
-            kind: add
-            for kind, add in (
-                (mesh, self.add_mesh),
-                (parallel, self.add_data_parallel),
-                (sharded, self.add_data_parallel),
-                (parameters, self.add_fully_shard),
-            )
-            if kind is not None
+        kinds: dict[Any, Callable[[Any], None]] = {
+            mesh: self.add_mesh,
+            parallel: self.add_data_parallel,
+            sharded: self.add_data_parallel,
+            parameters: self.add_fully_shard,
         }
+        kinds.pop(None, None)  # those that the script has not loaded
         for kind, add in kinds.items():
             after(kind, "__init__", self._adding(add))
         for found in instances(*kinds):  # one pass over all objects of the process

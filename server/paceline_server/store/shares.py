@@ -38,11 +38,12 @@ class Shares:
 
 def insert_steps(session: Session, job_id: str, summaries: Sequence[StepSummary]) -> None:
     """Insert finished steps. A step that is already stored is not changed."""
+    if not summaries:
+        return
     rows = [step_rows(job_id, summary) for summary in summaries]
     for table in (StepRow, StepSharesRow):
-        if rows:
-            statement = insert_into(session, table).on_conflict_do_nothing()
-            session.connection().execute(statement, [row[table] for row in rows])
+        statement = insert_into(session, table).on_conflict_do_nothing()
+        session.connection().execute(statement, [row[table] for row in rows])
 
 
 def step_rows(job_id: str, summary: StepSummary) -> dict[type[Base], dict[str, object]]:

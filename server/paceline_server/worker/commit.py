@@ -323,7 +323,7 @@ def _quarantine(session: Session, decision: Decision) -> None:
             .where(models.NodeRow.agent_id == agent_id)
             .values(quarantine_reason=reason.replace("\0", ""))
         )
-        record_change(session, None, "node", agent_id)
+    record_changes(session, None, "node", list(decision.quarantine))
 
 
 def _write_acknowledgements(session: Session, job_id: str, commit: Commit) -> None:

@@ -23,7 +23,7 @@ from paceline_server.policy import Mode, Policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store import attachments, audit, policies, queries
 from paceline_server.store.attachments import PendingRun
-from paceline_server.store.changes import record_change
+from paceline_server.store.changes import record_change, record_changes
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import lease_name, seize
 from paceline_server.store.log import FINISHED, position_at
@@ -299,8 +299,7 @@ def _assign_nodes(
         session.execute(left.values(job_id=None))
     free = update(NodeRow).where(NodeRow.agent_id.in_(agents), NodeRow.job_id.is_(None))
     session.execute(free.values(job_id=job_id))
-    for agent_id in agents:
-        record_change(session, None, "node", agent_id)
+    record_changes(session, None, "node", agents)
 
 
 def _restarted(job: JobRow, action: ActionView, now_ns: int) -> Restarted:

@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ WIDTH = 8
 EPOCHS = int(sys.argv[3])
 SAMPLES = 96  # 12 batches of two ranks per epoch
 TIER = sys.argv[5]
-EVERY = 2 if TIER == "disk" else 0
+EVERY = 2 if TIER == "disk" else 0  # batches
 RANKS = {
     "ddp": 2,
     "stateful": 2,
@@ -123,7 +124,13 @@ def sharded_loader(rank: int, ranks: int, kind: type[Any] = DataLoader) -> tuple
     return kind(dataset(), batch_size=4, sampler=sampler), sampler
 
 
-def train_replicated(directory: Path, log: Log, wrap: Callable[[Model], Any], kind: Any) -> None:
+def train_replicated(
+    directory: Path,
+    log: Log,
+    wrap: Callable[[Model], Any],
+    kind: Any,
+    batches_per_step: int = 1,
+) -> None:
     """Train a model whose replicas or shards exchange gradients."""
     rank = dist.get_rank()
     torch.manual_seed(1)
@@ -134,13 +141,14 @@ def train_replicated(directory: Path, log: Log, wrap: Callable[[Model], Any], ki
     loader, sampler = sharded_loader(rank, 2, kind)
     state = paceline.Checkpoints(
         directory / "checkpoints",
-        every=EVERY,
+        every=ceil(EVERY / batches_per_step),
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         loader=loader,
     )
-    train(state, log, model, optimizer, (loader, sampler), scheduler.step)
+    data = loader, sampler
+    train(state, log, model, optimizer, data, scheduler.step, batches_per_step)
 
 
 def train(
@@ -150,16 +158,20 @@ def train(
     optimizer: torch.optim.Optimizer,
     data: tuple[Any, Any],
     end_epoch: Callable[[], object] = lambda: None,
+    batches_per_step: int = 1,
 ) -> None:
     """Train all epochs; `data` is the loader and its sampler."""
     loader, sampler = data
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        for x, y in paceline.steps(loader, state=state):
-            loss = (model(x) - y).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for number, (x, y) in enumerate(paceline.steps(loader, state=state), 1):
+            is_last = number % batches_per_step == 0  # a resume begins after a step
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss = (model(x) - y).square().mean() / batches_per_step
+                loss.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
             log.step(state.step, loss.detach(), (x, y), state.resumed_from)
         end_epoch()
     state.wait()
@@ -185,32 +197,7 @@ def compiled(directory: Path, log: Log) -> None:
 
 def accumulated(directory: Path, log: Log) -> None:
     """Train with an optimizer step every third batch; gradients are exchanged only there."""
-    rank = dist.get_rank()
-    torch.manual_seed(1)
-    model = DistributedDataParallel(Model())
-    torch.manual_seed(100 + rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader, sampler = sharded_loader(rank, 2)
-    state = paceline.Checkpoints(
-        directory / "checkpoints",
-        every=min(EVERY, 1),
-        model=model,
-        optimizer=optimizer,
-        loader=loader,
-    )
-    for epoch in state.epochs(EPOCHS):
-        sampler.set_epoch(epoch)
-        for number, (x, y) in enumerate(paceline.steps(loader, state=state), 1):
-            is_last = number % 3 == 0
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                loss = (model(x) - y).square().mean() / 3
-                loss.backward()
-            if is_last:
-                optimizer.step()
-                optimizer.zero_grad()
-            log.step(state.step, loss.detach(), (x, y), state.resumed_from)
-    state.wait()
-    finish(log, model.state_dict(), optimizer)
+    train_replicated(directory, log, DistributedDataParallel, DataLoader, batches_per_step=3)
 
 
 def zero(directory: Path, log: Log) -> None:

@@ -80,7 +80,7 @@ class RankGroup:
 
 
 def first_of(failures: Iterable[str | None]) -> str | None:
-    """Return the first failure; None: there is none."""
+    """Return the first failure, or None if nothing failed."""
     return next(filter(None, failures), None)
 
 
