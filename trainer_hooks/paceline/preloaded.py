@@ -1,7 +1,7 @@
-"""Facts about the installed torch, looked up by the process that ranks are forked from.
+"""Preparations of the process that ranks are forked from, once it has imported torch.
 
-The hooks keep them for the life of a process. So a rank that is forked from a process that has
-imported this module starts 25 ms earlier. Nothing of torch is changed.
+Facts about the installed torch, which the hooks keep for the life of a process: a rank starts 25 ms
+earlier. And the ranks meet as soon as rank 0 listens, also if the script does not use Paceline.
 """
 
 import torch
@@ -9,6 +9,8 @@ import torch.distributed
 
 from paceline.collectives.build import find_library
 from paceline.hooks import reason_of_operators
+from paceline.rendezvous import wait_in_torch
 
 find_library()
 reason_of_operators(torch)
+wait_in_torch()

@@ -38,6 +38,7 @@ import msgspec
 
 from paceline import hooks, requests
 from paceline.environment import agent_directory, enter_generation, is_restarted, master
+from paceline.rendezvous import wait_for_store
 from paceline.session import log_once
 from paceline.wrapping import replace
 from paceline_wire.renewal import Enter, Leave, RankPlace, decode_order, encode, socket_address
@@ -51,8 +52,6 @@ T = TypeVar("T")
 # not reported the end of a rank: a connection may have broken without one. A lost node takes 6 s.
 WAIT_SECONDS = 60.0
 UNORDERED_SECONDS = 15.0
-STORE_SECONDS = 5.0  # until rank 0 listens
-_POLL_SECONDS = 0.005
 _RAISE_SECONDS = 0.2  # between attempts to interrupt the function
 # Texts of errors by which gloo and NCCL report that a peer is gone.
 _LOST_PEER = (
@@ -135,7 +134,7 @@ class _Renewal:
         _watch_groups()
         hooks.autostart()  # a later `paceline.init` adds its arguments
         if self._outer is None and is_restarted():
-            _wait_for_store()
+            _wait_for_master()
         if _distributed() is not None:
             # Optimizers and DDP import it. Its 40,000 objects would be searched at each renewal.
             with contextlib.suppress(ImportError):
@@ -197,7 +196,7 @@ class _Renewal:
         if self._random is not None:
             self._random[0].load_state_dict(self._random[1])
         record()
-        _wait_for_store()
+        _wait_for_master()
         distributed = _distributed()
         if self._outer is not None and distributed is not None:
             distributed.init_process_group(**self._outer)
@@ -368,17 +367,9 @@ def _random_states() -> tuple[Any, dict[str, Any]] | None:
     return states, states.state_dict()
 
 
-def _wait_for_store() -> None:
-    """Wait until rank 0 listens: torch would try again only after a few hundred milliseconds."""
-    target = master()
-    until = time.monotonic() + STORE_SECONDS
-    while target is not None and time.monotonic() < until:
-        try:
-            socket.create_connection(target, timeout=1.0).close()
-        except OSError:
-            time.sleep(_POLL_SECONDS)
-        else:
-            return
+def _wait_for_master() -> None:
+    if (target := master()) is not None:
+        wait_for_store(*target)
 
 
 # The connections of process groups on gloo, by which a blocked collective is interrupted: its

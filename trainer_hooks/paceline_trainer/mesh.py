@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # document
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import paceline
+from paceline.rendezvous import wait_for_store
 from paceline_trainer.settings import RankPlacement, TrainerSettings
 
 
@@ -50,9 +51,10 @@ def connect(settings: TrainerSettings, place: RankPlacement, store: Store | None
     timeout = datetime.timedelta(seconds=settings.timeout_seconds)
     world_size = place.topology.world_size
     if store is None:
-        store = TCPStore(
-            place.master_address, place.master_port, world_size, place.rank == 0, timeout
-        )
+        address, port = place.master_address, place.master_port
+        if place.rank != 0:
+            wait_for_store(address, port)
+        store = TCPStore(address, port, world_size, place.rank == 0, timeout)
     # Ranks of an older generation that are still alive must not join this one.
     store = PrefixStore(f"generation-{place.generation}", store)
     dist.init_process_group(

@@ -468,6 +468,7 @@ def test_what_torch_imports_when_first_used_is_imported_with_it(job: Job) -> Non
     job.modules = "slow,torch"
     code = (
         "import sys; assert {'torch._dynamo', 'torch.distributed.checkpoint'} <= set(sys.modules)"
+        "; assert sys.modules['torch.distributed.rendezvous']._create_c10d_store.__wrapped__"
         "; import paceline; before = set(sys.modules); paceline.Checkpoints"
         "; assert before == set(sys.modules), set(sys.modules) - before"
     )

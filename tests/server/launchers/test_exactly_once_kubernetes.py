@@ -3,6 +3,7 @@ carried out once: a JobSet that runs, one that restarts in place, one that faile
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,7 +94,7 @@ def carry_out(
     obj, _ = WAYS[way]
     resource = f"{obj['kind'].lower()}s"
     if cluster.get(resource, "train") is None:
-        cluster.put(resource, obj)
+        cluster.put(resource, copy.deepcopy(obj))  # the cluster changes it
     wait_for(lambda: runs(cluster, 2), "the pods")
     launch, pods = launch_of(cluster), len(cluster.started)
     excluded = sorted(cluster.nodes_of())[0]
