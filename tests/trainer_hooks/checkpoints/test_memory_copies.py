@@ -110,7 +110,7 @@ def test_a_flipped_bit_has_the_other_node_give_its_copy(job: Open) -> None:
 def test_a_flipped_bit_without_another_node_has_all_ranks_load_an_earlier_step(job: Open) -> None:
     job(1).run(8)
     flip(job(1).newest(1))
-    assert job(1).run(9) == ("memory", 4)
+    assert job(1).run(9) == ("memory", 7)
 
 
 def test_copies_that_are_all_damaged_are_not_loaded(job: Open) -> None:
@@ -124,14 +124,14 @@ def test_copies_that_are_all_damaged_are_not_loaded(job: Open) -> None:
 def test_a_copy_of_another_step_under_the_name_of_the_newest_is_not_loaded(job: Open) -> None:
     job(1).run(8)
     directory = job(1).copies(1)
-    earlier, newest = CopyName(1, 4, 1), CopyName(1, 8, 1)
+    earlier, newest = CopyName(1, 7, 1), CopyName(1, 8, 1)
     shutil.copy(directory.file(earlier), directory.file(newest))
-    assert job(1).run(9) == ("memory", 4)
+    assert job(1).run(9) == ("memory", 7)
 
 
 def test_ranks_whose_copies_are_of_different_steps_load_none_of_them(job: Open) -> None:
     job(1).run(8)
-    job(1).copies(0).delete(lambda name: (name.rank, name.step) not in ((0, 8), (1, 4)))
+    job(1).copies(0).delete(lambda name: (name.rank, name.step) not in ((0, 8), (1, 7)))
     assert job(1).run(3) == (None, None)
 
 

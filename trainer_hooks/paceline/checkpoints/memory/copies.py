@@ -27,7 +27,8 @@ from paceline.agreement import RankStore, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
 from paceline.checkpoints.memory.captures import Captures
-from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, Updates, wanted_share
+from paceline.checkpoints.memory.cost import HostUse, lost_seconds
+from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, Updates
 from paceline.checkpoints.memory.device import pin
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName, available_bytes
 from paceline.checkpoints.memory.file import (
@@ -429,7 +430,7 @@ class MemoryCopies:
 
     def _complete(self, slot: CopySlot, step: int, layout: CopyLayout, copy: DeferredCopy) -> None:
         """Finish a copy, hash it and give it its name. Raises OSError if it was deleted."""
-        started, begin = monotonic(), thread_time()
+        use, begin = HostUse.read(), thread_time()
         disk = self.disk
         if not copy.run(self._closed):
             return
@@ -450,13 +451,14 @@ class MemoryCopies:
         )
         name = CopyName(self._generation, step, self._rank)
         slot.complete(record, self._directory.file(name))
-        self._schedule.deferred(wanted_share() * (thread_time() - begin))
+        own = thread_time() - begin
+        self._schedule.deferred(lost_seconds(use, HostUse.read(), own))
         self._newest = slot
         self._completed += 1
         self._is_writing = False
         if self._holder is None:
             self._schedule.completed(step)
-        self._schedule.hashed(monotonic() - started)
+        self._schedule.hashed(monotonic() - use.now)
         steps = [each.record.step for each in self._slots if each.record is not None]
         if self._has_old_files and len(steps) > 1:
             self._has_old_files = False

@@ -14,12 +14,10 @@ Tensors of a GPU are copied by the GPU (`device.py`).
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from typing import TypeAlias
 
@@ -37,7 +35,6 @@ from paceline.checkpoints.memory.file import local_of
 
 LEAST_BYTES = 64 * 1024  # a smaller tensor is copied at the boundary
 _PIECE_BYTES = 4 << 20  # that the training thread may wait for
-_SIBLING_LOSS = 0.2  # share that a busy hyperthread loses while the other one of its core is busy
 
 # By address and number of elements of this rank's part: what the script changes.
 LiveTensors: TypeAlias = dict[tuple[int, int], Tensor]
@@ -179,25 +176,6 @@ class DeferredCopy:
         """Return what differs once a tensor is changed: its version, or the bytes in its middle."""
         versions = [each._version for plan in self._plans for each in plan.live]
         return versions, [ctypes.string_at(*place) for plan in self._plans for place in plan.probed]
-
-
-def wanted_share(pressure: Path = Path("/proc/pressure/cpu")) -> float:
-    """Return how much of the time of a thread of Paceline is missing elsewhere.
-
-    It is the share of the last ten seconds in which something waited for a processor (PSI), or
-    where the kernel does not count that, the load average over the processors; at least what other
-    hyperthreads lose. The kernel uses idle cores first: they lose nothing while the ranks of this
-    node, with one such thread each, leave half of the processors idle.
-    """
-    processors = os.cpu_count() or 1
-    load = min(1.0, os.getloadavg()[0] / processors)
-    threads = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / processors
-    sharing = min(1.0, max(0.0, 2 * (load + threads) - 1))
-    try:
-        _, average, *_ = pressure.read_text().split()
-        return max(float(average.removeprefix("avg10=")) / 100, _SIBLING_LOSS * sharing)
-    except (OSError, ValueError):
-        return load
 
 
 class TensorPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import threading
@@ -80,8 +81,10 @@ class HeldCopies:
                 connection.send(Reply(reason_of(error)))
                 return
             connection.send(Reply())
-            connection.receive_content(hashed_part(slot.content, record.total_bytes))
-            if slot.digest(record.total_bytes) != record.sha256:
+            digest = hashlib.sha256()
+            content = hashed_part(slot.content, record.total_bytes)
+            connection.receive_content(content, digest.update)
+            if digest.digest() != record.sha256:
                 connection.send(Reply("the content does not match its SHA-256"))
                 return
             name = CopyName(record.generation, record.step, record.rank)

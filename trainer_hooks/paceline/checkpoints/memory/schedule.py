@@ -3,7 +3,7 @@
 Each rank measures what a copy costs. Rank 0 takes the greatest costs of all and writes a plan to
 the store of torch.distributed, some steps ahead. Nothing waits for it: a rank that reads the plan
 late makes a copy that the others lack, which a restart does not use. Before the first plan, copies
-are made 2, 4, 8, ... steps after the start.
+are made 2 to 8 steps after the start, then every second step up to 16, every fourth up to 32, ...
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import msgspec
 from paceline.agreement import RankStore
 
 FIRST_SECONDS = 60.0  # after the first plan, in which costs still fall
-FIRST_POLL_SECONDS = 1.0  # between polls of the store until then
+FIRST_POLL_SECONDS = 0.5  # between polls of the store until then
+_RANKS_OF_FIRST_POLL = 512  # that may poll as often; more ranks poll as much less often
 FIRST_POST_SECONDS = 10.0  # between the posts of a rank's costs until then
 POLL_SECONDS = 10.0
 POST_SECONDS = 60.0
@@ -91,6 +92,8 @@ class CopySchedule:
         self._store = store
         self._rank = rank
         self._size = world_size
+        slower = max(1.0, world_size / _RANKS_OF_FIRST_POLL)
+        self._first_poll = min(POLL_SECONDS, slower * FIRST_POLL_SECONDS)
         self._overhead_ratio = overhead_ratio
         self._first_step: int | None = None
         self._step = 0
@@ -121,8 +124,7 @@ class CopySchedule:
         if self._next is not None and step >= self._next.first_step:
             self.plan, self._next = self._next, None
         if self.plan is None:
-            steps = step - self._first_step
-            return steps > 1 and steps & (steps - 1) == 0
+            return _is_first(step - self._first_step)
         return step % self.plan.every == 0
 
     def is_to_send(self, step: int) -> bool:
@@ -178,7 +180,7 @@ class CopySchedule:
         is_first = now < planned + FIRST_SECONDS
         # The others poll often for longer, so that they still read the plans of rank 0 in time.
         others = self._rank != 0 and now < planned + 2 * FIRST_SECONDS
-        seconds = FIRST_POLL_SECONDS if is_first or others else POLL_SECONDS
+        seconds = self._first_poll if is_first or others else POLL_SECONDS
         self._poll_at = now + seconds
         cost = self._cost()
         if cost is not None and now >= self._post_at:
@@ -231,6 +233,14 @@ class CopySchedule:
         if plan != self._published:
             self._published = self._next = plan
             self._planned_at = self._planned_at or monotonic()
+
+
+def _is_first(steps: int) -> bool:
+    """Return whether a copy is made so many steps after the start, as long as there is no plan.
+
+    It is at each of 2 to 8, every second up to 16, every fourth up to 32, and so on.
+    """
+    return steps > 1 and steps % (1 << max(0, steps.bit_length() - 3)) == 0
 
 
 def _differs(every: int, last: int) -> bool:

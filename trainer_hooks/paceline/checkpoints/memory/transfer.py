@@ -158,13 +158,20 @@ class PeerConnection:
                 raise CheckpointError("the training ends")
             self._socket.sendall(chunk)
 
-    def receive_content(self, into: memoryview) -> None:
-        received = 0
+    def receive_content(
+        self, into: memoryview, update: Callable[[memoryview], object] | None = None
+    ) -> None:
+        """Receive as many bytes. `update`: called with each part of them, such as to hash it."""
+        received = passed = 0
         while received < len(into):
             count = self._socket.recv_into(into[received : received + CHUNK_BYTES])
             if count == 0:
                 raise CheckpointError("the connection was closed by the other end")
             received += count
+            is_part = received - passed >= CHUNK_BYTES or received == len(into)
+            if update is not None and is_part:
+                update(into[passed:received])
+                passed = received
 
     def close(self) -> None:
         self._socket.close()
