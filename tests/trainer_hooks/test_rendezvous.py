@@ -102,12 +102,15 @@ def test_a_store_that_never_listens_is_left_to_torch(
     assert [listened for _, _, listened in torch_module.calls] == [False]
 
 
-@pytest.mark.parametrize("address", [None, 7, "no.such.host.invalid"])
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [(None, 1), (7, 1), ("no.such.host.invalid", 1), ("x" * 70, 1), (ADDRESS, 70_000)],
+)
 def test_an_address_that_is_wrong_is_left_to_torch(
-    master: Master, torch_module: Any, monkeypatch: pytest.MonkeyPatch, address: Any
+    torch_module: Any, monkeypatch: pytest.MonkeyPatch, address: Any, port: int
 ) -> None:
     monkeypatch.setattr(rendezvous, "STORE_SECONDS", 0.05)
-    torch_module._create_c10d_store(address, master.port, 3, 8, "timeout")
+    torch_module._create_c10d_store(address, port, 3, 8, "timeout")
     assert len(torch_module.calls) == 1
 
 

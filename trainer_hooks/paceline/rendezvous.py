@@ -30,6 +30,8 @@ def wait_for_store(address: str, port: int) -> None:
             socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
         except OSError:
             time.sleep(_POLL_SECONDS)
+        except (OverflowError, UnicodeError):  # no such port or host can be
+            return
         else:
             return
 

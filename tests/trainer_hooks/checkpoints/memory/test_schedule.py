@@ -90,6 +90,22 @@ def test_the_first_plan_is_revised_soon(monkeypatch: pytest.MonkeyPatch) -> None
     assert last in (2, 3), "1 ms"
 
 
+def test_the_first_plan_leaves_out_what_the_first_copies_took_longer() -> None:
+    rank = CopySchedule(None, 0, 1, 0.005)
+    for step, seconds in enumerate((9.0, 3.0, 0.001, 0.002), 1):
+        rank.step_ended(step)
+        rank.copied(seconds)
+        rank.hashed(seconds)
+        rank.deferred(seconds)
+    cost = rank._cost()
+    assert cost is not None
+    assert (cost.blocking_seconds, cost.background_seconds) == (0.002, 0.001)
+    rank.poll()
+    cost = rank._cost()
+    assert cost is not None
+    assert cost.background_seconds == pytest.approx(1.501), "the plan that follows is of medians"
+
+
 def test_a_rank_that_stops_has_all_stop(ranks: list[CopySchedule]) -> None:
     ranks[1].turn_off("no memory")
     ranks[0].poll()

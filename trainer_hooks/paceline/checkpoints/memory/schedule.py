@@ -203,13 +203,15 @@ class CopySchedule:
     def _cost(self) -> CopyCost | None:
         if len(self._blocking) < _COPIES_TO_PLAN or not self._background or self._awaits_transfer:
             return None
+        # The first copies of a process take longer: memory is mapped, connections are made.
+        typical = min if self._planned_at is None else median
         return CopyCost(
             step=self._step,
             step_seconds=median(self._steps.copy()),
-            blocking_seconds=median(self._blocking.copy())
-            + (median(self._deferred.copy()) if self._deferred else 0.0),
-            background_seconds=median(self._background.copy()),
-            transfer_seconds=median(self._transfers.copy()) if self._transfers else None,
+            blocking_seconds=typical(self._blocking.copy())
+            + (typical(self._deferred.copy()) if self._deferred else 0.0),
+            background_seconds=typical(self._background.copy()),
+            transfer_seconds=typical(self._transfers.copy()) if self._transfers else None,
         )
 
     def _publish(self, store: RankStore, lead_seconds: float) -> None:
