@@ -10,7 +10,7 @@ import pytest
 
 from paceline.checkpoints.memory.cost import HostUse, lost_seconds
 
-OWN = 0.1  # of a thread that worked for 0.1 s, on a host of four processors
+OWN = 0.1  # seconds that the thread worked, on a host of four processors
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def lost_seconds(before: HostUse, after: HostUse, own: float) -> float:
     shared = max(0.0, 2 * busy / available - 1) * most
     if before.waited is None or after.waited is None:
         return shared  # all of it is counted, because waits are not
-    # These threads wait for each other, too. Whoever shares a processor with one waits as long as
-    # it works itself.
+    # These threads wait for each other, too. A thread of the training that shares a processor with
+    # one waits about as long as it works.
     return max(min(most, after.waited - before.waited), _SIBLING_LOSS * shared)
 
 
