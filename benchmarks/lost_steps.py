@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -52,7 +53,7 @@ state = paceline.Checkpoints(
 started = None
 for _ in paceline.steps(range(1_000_000), state=state):
     if started is None:
-        note(f"resumed-{rank}", f"{state.step} {state.resumed_from}")
+        note(f"resumed-{rank}", str(state.step))
     else:
         note(f"finished-{rank}", str(state.step))
         time.sleep(max(0.0, started + 1.0 - time.perf_counter()))
@@ -70,10 +71,13 @@ STEPS = (8, 14)  # between kills
 SECONDS = 120.0  # until the ranks have finished these
 
 
+CRASH, LOST_NODE = "a crash", "a lost node"
+
+
 class Loss(NamedTuple):
     """The complete steps that one kill has cost."""
 
-    tier: str
+    fault: str
     steps: int
 
 
@@ -86,9 +90,9 @@ def measure() -> Iterator[Result]:
         ):
             job = _Job(Path(name), Path(memory), width)
             losses = list(job.losses(chance))
-        for tier in ("memory", "peer"):
-            lost = [loss.steps for loss in losses if loss.tier == tier]
-            what = f"steps of 1 s lost by a crash, {size}, resumed from {tier}"
+        for fault in (CRASH, LOST_NODE):
+            lost = [loss.steps for loss in losses if loss.fault == fault]
+            what = f"steps of 1 s that {fault} costs, {size}"
             yield Result(f"{what}, most of {len(lost)}", max(lost), "steps", goal=1)
             yield Result(f"{what}, mean", mean(lost), "steps")
 
@@ -106,21 +110,20 @@ class _Job:
         try:
             for number in range(KILLS):
                 aim = first + chance.randint(*STEPS)
-                self._wait(ranks, lambda aim=aim: self._finished() >= aim)
+                self._wait(ranks, partial(self._has_finished, aim))
                 time.sleep(chance.random())
                 _kill(ranks)
                 finished = self._finished()
-                if number % 2:
+                fault = LOST_NODE if number % 2 else CRASH
+                if fault == LOST_NODE:
                     shutil.rmtree(self._memory_of(1))
                     self._lost_nodes += 1
                 for rank in range(RANKS):
                     (self._directory / f"resumed-{rank}").unlink()
                 ranks = self._start()
                 self._wait(ranks, self._has_resumed)
-                resumed = [self._note(f"resumed-{rank}").split() for rank in range(RANKS)]
-                first = int(resumed[0][0])
-                tiers = [tier for _, tier in resumed]
-                yield Loss("peer" if "peer" in tiers else tiers[0], finished - first)
+                first = int(self._note("resumed-0"))
+                yield Loss(fault, finished - first)
         finally:
             _kill(ranks)
 
@@ -161,11 +164,13 @@ class _Job:
             return 0
         return min(int(self._note(name)) for name in names)
 
+    def _has_finished(self, step: int) -> bool:
+        return self._finished() >= step
+
     def _has_resumed(self) -> bool:
         return all((self._directory / f"resumed-{rank}").exists() for rank in range(RANKS))
 
-    def _wait(self, ranks: list[subprocess.Popen[bytes]], condition: object) -> None:
-        assert callable(condition)
+    def _wait(self, ranks: list[subprocess.Popen[bytes]], condition: Callable[[], bool]) -> None:
         until = time.monotonic() + SECONDS
         while not condition():
             if any(rank.poll() is not None for rank in ranks):
