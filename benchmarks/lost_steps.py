@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from benchmarks.harness import Result
+from paceline_demo.cluster import free_port
 
 TRAINING = """
 import os, sys, time
@@ -69,8 +69,6 @@ RANKS = 2
 KILLS = 10
 STEPS = (8, 14)  # between kills
 SECONDS = 120.0  # until the ranks have finished these
-
-
 CRASH, LOST_NODE = "a crash", "a lost node"
 
 
@@ -128,9 +126,7 @@ class _Job:
             _kill(ranks)
 
     def _start(self) -> list[subprocess.Popen[bytes]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port(0)
         return [
             subprocess.Popen(
                 [sys.executable, "train.py", str(self._directory), str(self._width)],
