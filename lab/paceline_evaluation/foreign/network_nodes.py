@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 
 _NETWORKS = [f"10.213.{number}" for number in range(7, 256)]
 _serial = count()
@@ -22,7 +26,8 @@ class NetworkError(Exception):
 class NetworkNodes:
     """Network namespaces (`names`) on one bridge, with 10.213.7.N/24 on `eth0` of node N.
 
-    Instead of 7 it is the next number whose network this machine does not have.
+    Instead of 7 it is the next number whose network neither this machine nor another evaluation on
+    it has.
 
     `cleanup` gets the calls that remove them.
 
@@ -33,7 +38,7 @@ class NetworkNodes:
     def __init__(self, number_of_nodes: int, cleanup: ExitStack) -> None:
         # Namespaces disappear some time after they are deleted, so no name is used twice.
         self._mark = f"{os.getpid()}{chr(ord('a') + next(_serial))}"
-        self._network = _free_network()
+        self._network = _free_network(cleanup)
         self.server_address = f"{self._network}.254"  # address of the bridge on this machine
         self.bridge = f"pb{self._mark}"
         self.names = [f"plnode{self._mark}{number}" for number in range(number_of_nodes)]
@@ -134,7 +139,16 @@ def run(*command: str) -> str:
     return ended.stdout
 
 
-def _free_network() -> str:
-    """Return a network without an address here: one may remain of a run that was killed."""
-    used = run("ip", "-o", "address")
-    return next(network for network in _NETWORKS if f" {network}." not in used)
+def _free_network(cleanup: ExitStack) -> str:
+    """Return a network without an address here, and keep it from others until `cleanup`.
+
+    An address may remain of an evaluation that was killed; another one may be about to add one.
+    """
+    for network in _NETWORKS:
+        lock = Path(tempfile.gettempdir()) / f"paceline-network-{network}"
+        with ExitStack() as attempt, contextlib.suppress(BlockingIOError):
+            fcntl.flock(attempt.enter_context(lock.open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if f" {network}." not in run("ip", "-o", "address"):
+                cleanup.push(attempt.pop_all())
+                return network
+    raise NetworkError(f"the networks {_NETWORKS[0]} to {_NETWORKS[-1]} are all in use here")

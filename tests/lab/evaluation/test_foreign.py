@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
 from paceline_evaluation.foreign.arm import ForeignArm
+from paceline_evaluation.foreign.network_nodes import NetworkNodes, why_unavailable
 from paceline_evaluation.foreign.plan import (
     FAULTS,
     KINDS,
@@ -40,6 +42,14 @@ def test_a_raised_error_is_named_with_its_rank_in_an_unchanged_training() -> Non
     result = figures([verdict], ("crash",))
     assert result["by_way"]["error"]["headline_accuracy"] == 1.0
     assert result["by_trainer"]["ddp"]["recall"] == 1.0
+
+
+def test_two_evaluations_on_one_machine_have_networks_of_their_own() -> None:
+    if (reason := why_unavailable()) is not None:
+        pytest.skip(f"NOT TESTED: {reason}")
+    with ExitStack() as cleanup:
+        nodes = [NetworkNodes(1, cleanup) for _ in range(3)]
+        assert len({each.server_address for each in nodes}) == 3
 
 
 @pytest.mark.campaign
