@@ -126,6 +126,8 @@ RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL = "paceline_rank_process_run_queue_wai
 RANK_READ_BYTES_TOTAL = "paceline_rank_read_bytes_total"
 RANK_TCP_INTERFACE_INFO = "paceline_rank_tcp_interface_info"
 RANK_TCP_RETRANSMITTED_SEGMENTS_TOTAL = "paceline_rank_tcp_retransmitted_segments_total"
+RANK_TCP_SENDING_SECONDS_TOTAL = "paceline_rank_tcp_sending_seconds_total"
+RANK_TCP_SENT_BYTES_TOTAL = "paceline_rank_tcp_sent_bytes_total"
 
 # Kernel log
 

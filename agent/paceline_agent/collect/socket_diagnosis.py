@@ -21,7 +21,8 @@ _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBBI48x")
 _MESSAGE = struct.Struct("=B7x16s16s12x5I")  # struct inet_diag_msg
 _ATTRIBUTE = struct.Struct("=HH")
-_ROUND_TRIP_AT, _RETRANSMITS_AT, _BYTES_AT = 68, 100, 120  # offsets in struct tcp_info
+# Offsets in struct tcp_info.
+_ROUND_TRIP_AT, _RETRANSMITS_AT, _BYTES_AT, _BUSY_AT = 68, 100, 120, 168
 _ANSWER_BYTES = 1 << 16
 _PATIENCE_SECONDS = 1.0
 _MICROSECOND = 1e-6
@@ -40,6 +41,9 @@ class Connection:
     retransmitted_segments: int
     acknowledged_bytes: int  # acknowledged part of the bytes that it sent
     received_bytes: int
+    # Time in which data was not acknowledged yet, without the time in which it waited for the other
+    # end to read; 0 with kernels before 4.10.
+    sending_seconds: float
 
 
 def connections() -> list[Connection]:
@@ -89,8 +93,19 @@ def parse_message(content: bytes) -> Connection | None:
             (round_trip,) = struct.unpack_from("=I", info, _ROUND_TRIP_AT)
             (retransmits,) = struct.unpack_from("=I", info, _RETRANSMITS_AT)
             acknowledged, received = struct.unpack_from("=QQ", info, _BYTES_AT)
-            seconds = round_trip * _MICROSECOND
-            return Connection(inode, local, remote, seconds, retransmits, acknowledged, received)
+            busy, receiver_is_full = 0, 0
+            if len(info) >= _BUSY_AT + 16:
+                busy, receiver_is_full = struct.unpack_from("=QQ", info, _BUSY_AT)
+            return Connection(
+                inode,
+                local,
+                remote,
+                round_trip * _MICROSECOND,
+                retransmits,
+                acknowledged,
+                received,
+                (busy - receiver_is_full) * _MICROSECOND,
+            )
         if size < _ATTRIBUTE.size:
             break
         at += (size + 3) & ~3

@@ -102,6 +102,8 @@ STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.RANK_READ_BYTES_TOTAL: _RANK,
     metric_names.RANK_TCP_INTERFACE_INFO: (*_RANK, "device"),
     metric_names.RANK_TCP_RETRANSMITTED_SEGMENTS_TOTAL: _RANK,
+    metric_names.RANK_TCP_SENDING_SECONDS_TOTAL: _RANK,
+    metric_names.RANK_TCP_SENT_BYTES_TOTAL: _RANK,
     metric_names.RANK_PROCESS_MAJOR_FAULTS_TOTAL: _RANK,
     metric_names.RANK_PROCESS_CONTEXT_SWITCHES_TOTAL: (*_RANK, "kind"),
     metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL: _NODE,

@@ -17,6 +17,12 @@ from paceline_wire.metric_names import (
 from paceline_wire.metric_names import (
     RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL as RUN_QUEUE_WAIT,
 )
+from paceline_wire.metric_names import (
+    RANK_TCP_SENDING_SECONDS_TOTAL as SENDING_SECONDS,
+)
+from paceline_wire.metric_names import (
+    RANK_TCP_SENT_BYTES_TOTAL as SENT_BYTES,
+)
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
@@ -152,6 +158,54 @@ def test_transfers_three_times_as_long_are_not_judged_where_tasks_always_wait_fo
     run.advance(40)
     run.slow_groups = {0: 2.7}
     assert bool(run.advance(8)) == is_found
+
+
+def count_waits_and_bytes(run: TimedRun, step: int, share: float, sending: float) -> None:
+    """Ranks wait for CPUs in this share of the time, and send for `sending` s of each second."""
+    at_ns, second = T0 + step * 600_000_000, 0.6 * step
+    for rank, node in run.generation.nodes.items():
+        labels = {"job": "job", "rank": str(rank)}
+        for name, value in (
+            (RUN_QUEUE_WAIT, share * second),
+            (SENT_BYTES, 1e7 * second),
+            (SENDING_SECONDS, sending),
+        ):
+            run.telemetry.add(node, Sample(name, labels, value, at_ns))
+
+
+@pytest.mark.parametrize(
+    ("share", "delivery", "is_found"),
+    [(0.3, 1.3, False), (0.3, 8.0, True), (0.02, 1.0, True)],
+)
+def test_transfers_that_tcp_delivers_as_before_are_not_judged_on_a_busy_host(
+    share, delivery, is_found
+):
+    run = watched(PIPELINE, 3, ranks_per_node=1)
+    sending = 0.0
+    for step in range(80):
+        if step == 40:
+            run.slow_links = both_ways(run.links()[0], 12.0)
+        sending += 0.6 * 0.1 * (delivery if step >= 40 else 1.0)
+        count_waits_and_bytes(run, step, share, sending)
+        run.advance(1)
+    assert bool(run.findings) == is_found
+
+
+@pytest.mark.parametrize(("delivery", "is_found"), [(1.0, False), (10.0, True)])
+def test_transfers_that_vary_widely_are_judged_if_tcp_delivers_more_slowly_too(delivery, is_found):
+    """On a busy host, transfers of some steps in a row take several times as long as others."""
+    run = watched(Topology(1, 2, 1), 3, ranks_per_node=1)
+    link, chance, sending = run.links()[0], np.random.default_rng(3), 0.0
+    for step in range(130):
+        if step % 16 == 0:
+            usual = float(np.exp(chance.normal(3.0, 0.8)))
+        is_slow = step >= 120
+        run.slow_links = both_ways(link, usual * (8.0 if is_slow else 1.0))
+        sending += 0.6 * 0.1 * (delivery if is_slow else 1.0)
+        count_waits_and_bytes(run, step, 0.4, sending)
+        run.advance(1)
+    assert bool(run.findings) == is_found
+    assert {one.onset_step for one in run.findings} <= {119, 120, 121}
 
 
 def test_a_link_slow_in_one_direction_is_found():

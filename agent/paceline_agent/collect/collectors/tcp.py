@@ -1,4 +1,4 @@
-"""TCP connections of each rank: interfaces, retransmits, bytes, round trips.
+"""TCP connections of each rank: interfaces, retransmits, bytes, times.
 
 They are gloo's and those of NCCL's sockets. The counts of a rank include its closed connections.
 """
@@ -48,10 +48,17 @@ METRICS = (
         "TCP segments the rank's process had to send again.",
     ),
     Metric(
-        "paceline_rank_tcp_sent_bytes_total",
+        metric_names.RANK_TCP_SENT_BYTES_TOTAL,
         "counter",
         "bytes",
         "Sent over TCP and acknowledged.",
+    ),
+    Metric(
+        metric_names.RANK_TCP_SENDING_SECONDS_TOTAL,
+        "counter",
+        "seconds",
+        "Time in which sent data was not acknowledged and the receiver had room for it, "
+        "summed over connections.",
     ),
     Metric("paceline_rank_tcp_received_bytes_total", "counter", "bytes", "Received over TCP."),
     Metric(
@@ -62,7 +69,14 @@ METRICS = (
     ),
 )
 
-_LOOK_AGAIN_NS = 30 * 10**9  # between scans of the ranks' descriptors
+# Metrics that are sums over connections, also those that have been closed.
+_COUNTS = {
+    "retransmitted_segments_total": "retransmitted_segments",
+    "sent_bytes_total": "acknowledged_bytes",
+    "received_bytes_total": "received_bytes",
+    "sending_seconds_total": "sending_seconds",
+}
+_LOOK_AGAIN_NS = 30 * 10**9  # between scans of the ranks' descriptors, the expensive part
 
 
 @dataclass(slots=True)
@@ -71,10 +85,7 @@ class _Account:
 
     sockets: set[int] | None = None  # None: not accessible
     live: dict[int, Connection] = field(default_factory=dict)
-    # between scans of the ranks' descriptors, the expensive part
-    retransmitted_segments: int = 0
-    acknowledged_bytes: int = 0
-    received_bytes: int = 0
+    closed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS.values(), 0.0))
 
     def take(self, found: dict[int, Connection]) -> None:
         now = {inode: found[inode] for inode in self.sockets or () if inode in found}
@@ -82,9 +93,8 @@ class _Account:
             again = now.get(inode)
             # The inode was reused for another connection, which counts from 0.
             if again is None or again.acknowledged_bytes < last.acknowledged_bytes:
-                self.retransmitted_segments += last.retransmitted_segments
-                self.acknowledged_bytes += last.acknowledged_bytes
-                self.received_bytes += last.received_bytes
+                for count in self.closed:
+                    self.closed[count] += getattr(last, count)
         self.live = now
 
     def interfaces(self, owners: dict[IPAddress, str]) -> set[str]:
@@ -99,22 +109,17 @@ class _Account:
 
     def values(self) -> dict[str, float]:
         live = self.live.values()
-        values = {
-            "connections": len(live),
-            "retransmitted_segments_total": self.retransmitted_segments
-            + sum(each.retransmitted_segments for each in live),
-            "sent_bytes_total": self.acknowledged_bytes
-            + sum(each.acknowledged_bytes for each in live),
-            "received_bytes_total": self.received_bytes + sum(each.received_bytes for each in live),
-        }
+        values = {"connections": float(len(live))}
+        for name, count in _COUNTS.items():
+            values[name] = self.closed[count] + sum(getattr(each, count) for each in live)
         round_trips = [each.round_trip_seconds for each in live if each.round_trip_seconds > 0]
         slowest = {"round_trip_max_seconds": max(round_trips)} if round_trips else {}
-        return {name: float(value) for name, value in values.items()} | slowest
+        return values | slowest
 
 
 class TcpCollector(Collector):
     name: ClassVar[str] = "tcp"
-    interval_seconds: ClassVar[float] = 10.0
+    interval_seconds: ClassVar[float] = 3.0
     metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -32,6 +33,7 @@ from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
+from paceline_server.detect.slow_link.delivery import delivery_slowdown
 from paceline_server.detect.slow_link.settings import DEFAULTS, SlowLinkSettings
 from paceline_server.detect.slow_link.slow_route import SlowRoute, crossing, name_route
 from paceline_server.detect.slow_link.traffic import Family, TransferBaselines, TransferLane
@@ -58,6 +60,10 @@ APART = 1.5
 TRUNK_STEPS = 10  # first steps from which the usual time of lanes between nodes is taken
 # Share of a node's pressure that counts as waits of a transfer's threads, which are not measured.
 _OF_PRESSURE = 0.5
+MOST_POSSIBLE = 16  # of the rises that are not certain; each takes a look at telemetry
+# Ranks that wait for a CPU for a share of the time make the delivery by TCP slower, in the worst of
+# some seconds by this times the share.
+DELIVERY_PER_SHARE = 8.0
 ALIKE = 0.25  # relative change of a slowdown that is too small to report again
 
 
@@ -173,7 +179,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
     def _new_rises(self, observation: Observation) -> list[Finding]:
         new: dict[str, _ReportedRoute] = {}
         done: set[int] = set()
-        shifts = {shift.series: shift for shift in self._levels.rises()}
+        rises = self._levels.rises() or self._slower_deliveries(observation)
+        shifts = {shift.series: shift for shift in rises}
         for shift in shifts.values():
             if shift.series in done or not self._matters(shift.series, shift.steps):
                 continue
@@ -187,6 +194,37 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             if active.is_reported
             or (active.lasts(now_ns) and self.is_certain(active, now_ns, observation))
         ]
+
+    def _slower_deliveries(self, observation: Observation) -> list[Shift]:
+        """Return the rises that are certain because TCP delivers more slowly since then, too.
+
+        On a busy host transfers vary so much that they alone reveal a slow network too late.
+        """
+        if (cpu_wait_share(observation, self.generation) or 0.0) < LEAST_SHARE:
+            return []
+        return [
+            shift
+            for shift in self._levels.possible_rises()[:MOST_POSSIBLE]
+            if self._delivers_slower(
+                self._lanes[shift.series].ranks,
+                self._steps[-min(shift.steps, len(self._steps))].started_ns,
+                math.exp(shift.size),
+                observation,
+            )
+        ]
+
+    def _delivers_slower(
+        self, ranks: Sequence[int], onset_ns: int, slowdown: float, observation: Observation
+    ) -> bool | None:
+        """Return whether TCP delivers so much more slowly that busy CPUs do not explain it.
+
+        None where transfers are not sent over TCP.
+        """
+        delivery = delivery_slowdown(observation, self.generation, ranks, onset_ns)
+        if delivery is None:
+            return None
+        share = cpu_wait_share(observation, self.generation) or 0.0
+        return delivery >= max(1.0 + DELIVERY_PER_SHARE * share, math.sqrt(slowdown))
 
     def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _ReportedRoute:
         others = [lane for lane in shifts if lane != shift.series]
@@ -323,7 +361,12 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         is_slow = slowdown is None or slowdown >= least
         if not is_slow or cost_ratio < self._detector.settings.cost_ratio:
             return False
-        if cost_ratio >= self._risen_waits(reported, observation):
+        is_known = cost_ratio >= self._risen_waits(reported, observation)
+        if is_known and share >= LEAST_SHARE:
+            ranks, onset_ns = reported.route.ranks, reported.onset_ns
+            is_slower = self._delivers_slower(ranks, onset_ns, slowdown or 1.0, observation)
+            is_known = is_slower is not False
+        if is_known:
             return True
         return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
 

@@ -142,23 +142,26 @@ class ShiftMonitor:
         """Return the median of each series over the newest steps; NaN where none is known."""
         return column_medians(self.values[-steps:, list(series)])
 
-    def rises(self) -> list[Shift]:
+    def rises(self, certainty: float = 1.0) -> list[Shift]:
         """Return the series whose level has certainly risen, with the most certain split of
-        each."""
+        each.
+
+        With a lower `certainty`, those whose score is this share of the one that is needed.
+        """
         values = self.values
         if len(values) < LEAST_PAST + self._least:
             return []
         score, steps = self._scores(values, self._drift)
-        if self._drift and not self._is_sure(score).any():
+        if self._drift and not self._is_sure(score, certainty).any():
             # A step change that was not found immediately must not count as drift: if the means
             # scatter only because of it, there is no drift.
             unhindered, places = self._scores(values, 0.0)
             surest = int(unhindered.argmax())
-            if self._is_sure(unhindered)[surest]:
+            if self._is_sure(unhindered, certainty)[surest]:
                 flat = self._without_step(values, surest, int(places[surest]))
                 if not self._scatter_of_means(flat):
                     score, steps = unhindered, places
-        suspects = np.flatnonzero(self._is_sure(score))
+        suspects = np.flatnonzero(self._is_sure(score, certainty))
         found = []
         for series in suspects.tolist():
             shift = self._confirmed(series, int(steps[series]), float(score[series]))
@@ -176,8 +179,8 @@ class ShiftMonitor:
         error = np.sqrt(self._sigma[columns] ** 2 / counts + self._drift**2)
         return after - before, (after - before) / error
 
-    def _is_sure(self, score: Floats) -> Bools:
-        sure: Bools = score >= self.needed * self._doubt
+    def _is_sure(self, score: Floats, certainty: float) -> Bools:
+        sure: Bools = score >= certainty * self.needed * self._doubt
         return sure
 
     def _scores(self, values: Floats, drift: float) -> tuple[Floats, Ints]:

@@ -38,6 +38,8 @@ FIRST_STEPS = 32  # first steps of the generation: the reference for slow change
 JOINING_SHARE = 0.5
 JOINING_SCORE = 2.5
 
+POSSIBLE = 0.5  # share of the needed score from which a rise is possible
+
 MEDIAN_VARIANCE = math.pi / 2.0  # variance of a median relative to a mean, for normal noise
 
 Course = Literal["lasts", "milder", "over"]
@@ -137,8 +139,12 @@ class PeerLevels:
                 self._explain((series,), steps, fall)
         return [shift for shift in self._most_certain_first() if not self._fallen_instead(shift)]
 
-    def _most_certain_first(self) -> list[Shift]:
-        return sorted(self._monitor.rises(), key=lambda shift: -shift.score)
+    def possible_rises(self) -> list[Shift]:
+        """Return rises that chance may explain, the most certain first; other evidence decides."""
+        return self._most_certain_first(POSSIBLE)
+
+    def _most_certain_first(self, certainty: float = 1.0) -> list[Shift]:
+        return sorted(self._monitor.rises(certainty), key=lambda shift: -shift.score)
 
     def _fallen_instead(self, shift: Shift) -> dict[int, float]:
         """Return the series that fell when this one seemed to rise, with their change (below 0).

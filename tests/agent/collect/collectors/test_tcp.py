@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,21 @@ def test_bytes_go_on_when_a_connection_is_closed(tcp, series):
     assert not any("rank=4" in name for name in after)  # the process is gone: unknown, not 0
 
 
+def test_time_in_which_the_receiver_does_not_read_is_not_sending(tcp, series):
+    sending = f"paceline_rank_tcp_sending_seconds_total{RANK}"
+    with connection() as (client, _):
+        client.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                client.send(b"x" * 65536)
+        full, since = series(tcp.collect(0)), time.monotonic()
+        time.sleep(0.5)
+        later, elapsed = series(tcp.collect(MINUTE_NS)), time.monotonic() - since
+    after = series(tcp.collect(2 * MINUTE_NS))
+    assert later[sending] - full[sending] < elapsed / 2
+    assert after[sending] >= later[sending]
+
+
 def test_connections_between_local_processes_use_the_loopback_interface(tcp, series):
     with connection():
         found = series(tcp.collect(0))
@@ -88,23 +104,33 @@ context = Context(
     procfs_root=pathlib.Path("/proc"), kmsg_path=pathlib.Path("/dev/null"),
     local_ranks=lambda: [rank],
 )
-with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=10):
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=30) as connection:
+    connection.sendall(bytes(1_000_000))
+    connection.recv(1)
     for sample in TcpCollector(context).collect(0).samples:
         if sample.name.endswith("_info"):
             print(sample.labels["device"])
+        if sample.name.endswith("_sending_seconds_total"):
+            print(sample.value)
 """
 LISTENING = """
 import socket
 server = socket.create_server(("", 0))
 print(server.getsockname()[1], flush=True)
-server.accept()[0].recv(1)
+connection, _ = server.accept()
+left = 1_000_000
+while left:
+    left -= len(connection.recv(left))
+connection.send(b"x")
+connection.recv(1)
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-def test_connections_to_another_machine_use_the_interface_of_their_address(tcp):
+def test_connections_to_another_machine_use_the_interface_of_their_address_and_take_time(tcp):
     with contextlib.ExitStack() as cleanup:
         nodes = NetworkNodes(2, cleanup)
+        nodes.limit(0, "8mbit")  # a second for what is sent
         here, there = (("ip", "netns", "exec", name) for name in nodes.names)
         command = [*there, sys.executable, "-c", LISTENING]
         server = cleanup.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
@@ -117,7 +143,9 @@ def test_connections_to_another_machine_use_the_interface_of_their_address(tcp):
             check=False,
             timeout=60,
         )
-        assert found.stdout.split() == ["eth0"], found.stderr
+        seconds, interface = sorted(found.stdout.split())
+        assert interface == "eth0", found.stderr
+        assert float(seconds) > 0.5
 
 
 def test_a_bond_below_a_vlan_is_carried_by_its_cards(tmp_path):
