@@ -60,7 +60,7 @@ APART = 1.5
 TRUNK_STEPS = 10  # first steps from which the usual time of lanes between nodes is taken
 # Share of a node's pressure that counts as waits of a transfer's threads, which are not measured.
 _OF_PRESSURE = 0.5
-MOST_POSSIBLE = 16  # of the rises that are not certain; each takes a look at telemetry
+MOST_POSSIBLE = 16  # uncertain rises that are compared with telemetry
 # Ranks that wait for a CPU for a share of the time make the delivery by TCP slower, in the worst of
 # some seconds by this times the share.
 DELIVERY_PER_SHARE = 8.0
