@@ -1621,7 +1621,7 @@ export interface components {
                  */
                 hang_evaluation_seconds: number;
                 /**
-                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
+                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Four times as long after each restart that led to no new step: the script may pause there by design. Stopped or dead processes do not wait.
                  * @default 10
                  */
                 hang_patience_seconds: number;
@@ -1865,7 +1865,7 @@ export interface components {
                  */
                 hang_evaluation_seconds: number;
                 /**
-                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
+                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Four times as long after each restart that led to no new step: the script may pause there by design. Stopped or dead processes do not wait.
                  * @default 10
                  */
                 hang_patience_seconds: number;
@@ -2587,7 +2587,7 @@ export interface components {
                  */
                 hang_evaluation_seconds: number;
                 /**
-                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
+                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Four times as long after each restart that led to no new step: the script may pause there by design. Stopped or dead processes do not wait.
                  * @default 10
                  */
                 hang_patience_seconds: number;
@@ -2815,7 +2815,7 @@ export interface components {
                  */
                 hang_evaluation_seconds: number;
                 /**
-                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
+                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Four times as long after each restart that led to no new step: the script may pause there by design. Stopped or dead processes do not wait.
                  * @default 10
                  */
                 hang_patience_seconds: number;

@@ -148,6 +148,18 @@ def test_a_hang_that_may_continue_by_itself_gets_time(world: World) -> None:
     world.until_running(2)
 
 
+def test_a_hang_in_the_same_step_after_a_restart_gets_more_time(world: World) -> None:
+    """The script may pause there for longer than the patience; restarts would never end."""
+    patience, reached = world.policy.hang_patience_seconds, world.highest_step
+    for generation, times in ((1, 1), (2, 4)):
+        world.highest_step = reached
+        world.hang(5)
+        world.tick((stuck(world),))
+        world.run(times * patience - 1.0)
+        assert (world.state, world.generation) == ("running", generation)
+        world.until_running(generation + 1, seconds=5.0)
+
+
 def test_a_hang_that_ended_by_itself_restarts_nothing(world: World) -> None:
     world.tick((stuck(world),))
     world.run(5.0)

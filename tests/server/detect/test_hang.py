@@ -261,6 +261,28 @@ def test_a_finished_job_does_not_hang():
     assert stuck.wait(30) == []
 
 
+def test_a_pause_that_recurs_is_reported_once():
+    """A rank of the script works alone, for example to upload a checkpoint, while others wait."""
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    [found, cleared] = stuck.wait(8) + resume(stuck)
+    assert (found.rank, cleared.cleared) == (2, True)
+    make_all_wait_for(stuck, 2)
+    assert stuck.wait(8) + resume(stuck) == []
+    make_all_wait_for(stuck, 3)
+    assert [again.rank for again in stuck.wait(4)] == [3]
+    resume(stuck)
+    make_all_wait_for(stuck, 2)
+    assert stuck.wait(8) == []
+    assert [again.rank for again in stuck.wait(12)] == [2]
+
+
+def resume(stuck: StuckJob) -> list[Finding]:
+    for rank, state in stuck.states.items():
+        stuck.states[rank] = stuck.job.state(rank, head=state.view.head + 1)
+    return stuck.wait(0.5)
+
+
 def test_a_hang_is_cleared_when_the_process_resumes():
     stuck = StuckJob()
     make_all_wait_for(stuck, 2)
@@ -342,7 +364,7 @@ def test_stacks_of_an_earlier_hang_are_not_reported_again():
     stuck.states = {rank: stuck.job.state(rank, head=9_000_000) for rank in stuck.job.ranks}
     assert stuck.wait(0.5)[0].cleared
     stuck.states = standing
-    [found] = stuck.wait(3)
+    [found] = stuck.wait(10)  # twice as long as the one that ended by itself
     assert not found.stacks
 
 

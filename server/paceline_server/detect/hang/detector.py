@@ -101,6 +101,9 @@ class HangDetector(Detector):
         self._earlier_stacks: dict[int, RankStackTraces] = {}  # read before this hang
         self._earlier_dumps: dict[int, Received] = {}
         self._detected_ns = 0
+        self._frozen_since_ns = 0
+        # By culprits: the longest of their hangs that ended by itself, in seconds.
+        self._pauses: dict[tuple[int, ...], float] = {}
 
     def update(self, observation: Observation) -> list[Finding]:
         if self._active is None and self._makes_progress(observation):
@@ -124,6 +127,7 @@ class HangDetector(Detector):
         self._earlier_stacks = dict(observation.stacks)
         self._earlier_dumps = dict(observation.dumps)
         self._detected_ns = observation.now_ns
+        self._frozen_since_ns = observation.now_ns - int(ranks.frozen_seconds * 1e9)
         return [self._active]
 
     def _makes_progress(self, observation: Observation) -> bool:
@@ -211,7 +215,11 @@ class HangDetector(Detector):
         if frozen < self._operation_limit_seconds(ranks, culprits, observation):
             return None
         live_by_rank = {live.rank: live for live in ranks.live}
-        return verdict_on(culprits, live_by_rank, ranks.without_page, observation, self.generation)
+        verdict = verdict_on(
+            culprits, live_by_rank, ranks.without_page, observation, self.generation
+        )
+        limit = self.settings.pause_multiple * self._pauses.get(verdict.ranks, 0.0)
+        return verdict if frozen >= limit else None
 
     def _culprits(self, ranks: _ExpectedRanks, observation: Observation) -> Culprits | None:
         cache = self._cache
@@ -418,6 +426,9 @@ class HangDetector(Detector):
         assert active is not None
         if all(live.surely_frozen_seconds > 0 for live in ranks.live):
             return []
+        # The script may pause by design, again and again.
+        culprits, seconds = tuple(active.ranks), (observation.now_ns - self._frozen_since_ns) / 1e9
+        self._pauses[culprits] = max(self._pauses.get(culprits, 0.0), seconds)
         self._active = None
         return [cleared(active, RESUMED, observation.now_ns)]
 

@@ -27,6 +27,8 @@ class HangSettings:
     freshness_seconds: float = 2.5
     # A rank that raised an error may take this long to end: threads, workers, connections, memory.
     ending_seconds: float = 30.0
+    # Multiple of the longest hang of the same ranks that ended by itself.
+    pause_multiple: float = 2.0
     # Number of known steps from which their p99 is meaningful.
     known_steps: int = 3
 
