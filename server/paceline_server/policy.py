@@ -134,9 +134,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             le=_DAY_SECONDS,
             description="How long a hang of running processes waits before a restart, which costs "
-            "more than waiting for a link that flaps or storage that stalls. Four times as long after "
-            "each restart that led to no new step: the script may pause there by design. Stopped or "
-            "dead processes do not wait.",
+            "more than waiting for a link that flaps or storage that stalls. Four times as long "
+            "after each restart that led to no new step: the script may pause there by design. "
+            "Stopped or dead processes do not wait.",
         ),
     ] = 10.0
     checkpoint_timeout_seconds: Annotated[

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from paceline_cli.commands import watch as command
 from paceline_wire.node_directory import MEMORY, RINGS, is_in_use
 from tests.ports import free_port
 
@@ -108,6 +109,20 @@ def test_a_command_that_cannot_be_recorded_runs_all_the_same(
     assert (finished.returncode, finished.stdout) == (0, "trained\n")
     assert "paceline: not recorded: " in finished.stderr
     assert line in finished.stderr
+
+
+def test_one_of_several_agents_has_to_be_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_STATE_DIRECTORY", str(tmp_path))
+    rings = [Path("/one/rings"), Path("/other/rings")]
+    monkeypatch.setattr(command, "rings_of_running_agents", lambda: rings)
+    with pytest.raises(
+        command.NotRecordedError, match=r"2 agents .* PACELINE_RING_DIRECTORY=/one/"
+    ):
+        command._prepare({}, "http://127.0.0.1:9", None, chosen=True)
+    chosen = {"PACELINE_RING_DIRECTORY": "/other/rings"}
+    assert "/other/rings" in command._prepare(chosen, "http://127.0.0.1:9", None, chosen=True)
 
 
 def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:

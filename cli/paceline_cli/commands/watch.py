@@ -88,11 +88,18 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
     with companions.locked(logs):  # srun starts several tasks of one node at the same time
         companions.register(logs, os.getpid())
         if found := _running_agents(environment):
+            if len(found) > 1:
+                raise NotRecordedError(_which(found))
             if NODE_DIRECTORY in environment:
                 environment[RING_DIRECTORY] = str(found[0])
             where = f"; dashboard: {server}" if chosen or _responds(server) else ""
             return f"recorded by the agent of this node, {found[0].parent.name}{where}"
         return _start(environment, server, token, chosen, logs)
+
+
+def _which(rings: list[Path]) -> str:
+    choices = " or ".join(f"{RING_DIRECTORY}={each}" for each in rings)
+    return f"{len(rings)} agents run on this node; choose one of them with {choices}"
 
 
 def _running_agents(environment: dict[str, str]) -> list[Path]:
