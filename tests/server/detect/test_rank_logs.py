@@ -1,10 +1,13 @@
 """The error in the last lines of a rank's log; the texts were recorded on an H200, torch 2.11."""
 
 import pytest
-from simulated_job import SimulatedJob
+from simulated_job import WORLD, SimulatedJob
 
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.rank_exit.raised_error import error_line
+from paceline_wire.batch import RankState
+from paceline_wire.ring import GroupProgress
+from paceline_wire.spans import NONE_16, NONE_32, Op
 
 KERNEL = "/pytorch/aten/src/ATen/native/cuda/ScatterGatherKernel.cu:409: operator(): block: [0,0,0]"
 ASSERTION = 'Assertion `idx_dim >= 0 && idx_dim < index_size && "index out of bounds"` failed.'
@@ -49,6 +52,13 @@ CLOSED, RESET = GLOO.format(how="closed by peer"), GLOO.format(how="reset by pee
 
 def gloo_abort(error: str) -> str:
     return f"149 6.73e-09\n{THROWN} 'gloo::IoException'\n  what():  {error}\n"
+
+
+MISMATCH = (
+    "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length "
+    "<= op.nbytes. 10 vs 8. Received data size doesn't match expected size. Is there a distributed "
+    "collective mismatch in your code?"
+)
 
 
 @pytest.fixture
@@ -151,3 +161,61 @@ def test_an_error_that_the_script_handled_is_not_the_cause_of_an_abort(job):
 )
 def test_without_an_error_the_last_line_that_is_no_frame_is_quoted(log_tail, line):
     assert error_line(log_tail) == line
+
+
+def test_a_rank_that_aborts_without_an_error_is_blamed_for_the_lost_connections(job):
+    job.exit(4, exit_code=1, log_tail=f"RuntimeError: {CLOSED}", at_ns=job.now_ns - 10**8)
+    job.exit(6, signal=6)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.cause) == (6, "killed by SIGABRT")
+    assert found.summary == "Rank 6 (node-3) was killed by SIGABRT."
+
+
+def test_a_rank_that_aborts_without_an_error_gives_way_to_a_cause(job):
+    job.exit(6, signal=6)
+    job.exit(4, exit_code=1, log_tail="ValueError: bad", at_ns=job.now_ns + 10**9)
+    assert [found.rank for found in all_nodes_report(job)] == [4]
+
+
+def test_ranks_that_abort_together_without_an_error_are_reported_together(job):
+    job.exit(4, signal=6)
+    job.exit(6, signal=6)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.ranks) == (None, [4, 6])
+    assert found.summary.startswith("Ranks 4, 6 aborted together. Rank 4 ")
+
+
+def enter(job: SimulatedJob, rank: int, number: int, size: int, *, left: int) -> RankState:
+    at_ns = job.now_ns - job.offset_ns(rank)
+    groups = [GroupProgress(WORLD, number, left, at_ns, Op.ALL_GATHER, size)]
+    return job.state(rank, groups=groups)
+
+
+def test_the_rank_that_entered_another_size_is_blamed_and_not_the_one_that_gloo_aborted(job):
+    states = {rank: enter(job, rank, 9, 16, left=8) for rank in job.ranks}
+    states[3] = enter(job, 3, 10, 512, left=9)  # it has gone on
+    word = Op.ALL_GATHER | WORLD << 16 | NONE_16 << 32
+    row = (10**6, word, job.step | NONE_32 << 32, NONE_32, 20, 9, job.now_ns - job.offset_ns(3), 1)
+    job.engine.feed(job.batch(job.node(3), spans=[job.block(3, [row])]), job.now_ns)
+    job.wait(0.5, states)
+    job.exit(5, signal=6, log_tail=f"{THROWN} 'gloo::EnforceNotMet'\n  what():  {MISMATCH}\n")
+    job.exit(4, exit_code=1, log_tail=f"RuntimeError: {RESET}", at_ns=job.now_ns - 10**8)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node) == (3, "node-1")
+    assert found.cause == "mismatched collective: another size"
+    assert found.summary == (
+        "Rank 3 (node-1) entered another collective than the others: rank 3 entered all_gather "
+        "world#9 of 20 bytes, rank 1 entered all_gather world#9 of 16 bytes. Rank 5 (node-2) was "
+        "killed by SIGABRT."
+    )
+
+
+def test_without_records_a_mismatch_blames_no_rank(job):
+    for rank in (5, 6):
+        job.exit(rank, signal=6, log_tail=f"{THROWN} 'gloo::Error'\n  what():  {MISMATCH}\n")
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.ranks, found.cause) == (None, [5], "mismatched collective")
+    assert found.summary == (
+        "Ranks entered different collectives, or different sizes of one. Rank 5 (node-2) was "
+        "killed by SIGABRT."
+    )

@@ -103,7 +103,7 @@ def verdict_on(
         return _communication_verdict(culprits, views, context, observation, generation)
     waiting_rank = _waiting_rank(culprits)
     if culprits.side == "mismatch":
-        return _mismatch_verdict(culprits, views, context, waiting_rank, observation)
+        return mismatch_verdict(culprits, views, context, waiting_rank, observation)
     rank = culprits.ranks[0]
     cause, evidence = PROCESS_GONE, [Evidence(f"rank {rank} has no recent state page")]
     if rank in live:
@@ -198,7 +198,7 @@ def _communication_verdict(
     )
 
 
-def _mismatch_verdict(
+def mismatch_verdict(
     culprits: Culprits,
     views: Mapping[int, StateView],
     context: list[Evidence],

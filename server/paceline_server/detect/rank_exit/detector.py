@@ -7,6 +7,10 @@ node. Ranks of external jobs, whose exit code is unknown, are held back as well.
 that waited in a communication are victims, and those that ended together on one node are reported
 together. If all ranks ended alike at once, as when a scheduler kills the job, none is the culprit.
 Ranks that their agents stopped, because these were shut down, were stopped on request.
+
+A process that aborts itself without a lost connection is blamed if no other rank is the cause. If
+gloo aborted it because the ranks entered different collectives, those that entered another one are
+reported instead (`mismatch`).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from paceline_server.detect.causes.catalog import (
 )
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.hang.verdict import MISMATCH
 from paceline_server.detect.hang.wait_for_graph import communication_frames
 from paceline_server.detect.kinds import FAILURE, HANG, Kind
 from paceline_server.detect.observation import (
@@ -32,12 +37,15 @@ from paceline_server.detect.observation import (
     ReportedDeviceEvent,
     ReportedExit,
 )
+from paceline_server.detect.rank_exit.mismatch import mismatched_collective
 from paceline_server.detect.rank_exit.raised_error import (
     LOADER_WORKERS,
     abort_line,
+    aborted_by_itself,
     error_line,
     is_consequence,
     names_device_error,
+    names_mismatch,
     names_timeout,
     raised_by_itself,
 )
@@ -134,10 +142,11 @@ class ExitDetector(Detector):
             if live is not None and live.state and communication_frames(live.state.view):
                 self._waiting_ranks.add(rank)
 
-    def _order_of_blame(self, reported: ReportedExit) -> tuple[bool, bool, int, int]:
+    def _order_of_blame(self, reported: ReportedExit) -> tuple[int, bool, int, int]:
         event = reported.event
+        certainty = 2 if _is_cause(reported) else 1 if _has_aborted_itself(reported) else 0
         was_victim = _is_unknown(event) and event.rank in self._waiting_ranks
-        return not _is_cause(reported), was_victim, reported.time_ns, event.rank
+        return -certainty, was_victim, reported.time_ns, event.rank
 
     def _exited_early(self, first: ReportedExit, observation: Observation) -> ReportedExit | None:
         """Return the rank that exited with code 0 and so broke the connections of those that
@@ -194,6 +203,8 @@ class ExitDetector(Detector):
         """
         world_size, nodes = self.generation.topology.world_size, self.generation.nodes
         if len(self._abnormal.keys() | self._finished.keys()) < world_size:
+            return False
+        if _has_mismatch(first):
             return False
         alike = set(self._alike(first))
         if len(alike) < 2 or {nodes.get(rank) for rank in alike} != set(nodes.values()):
@@ -285,6 +296,8 @@ class ExitDetector(Detector):
 
     def _failure(self, culprit: ReportedExit, observation: Observation) -> Finding:
         event = culprit.event
+        if _has_mismatch(culprit):
+            return self._mismatch(culprit, observation)
         killed = self._killed_for_memory(culprit, observation)
         self._is_out_of_memory = killed is not None
         cause = _cause(event) if killed is None else OUT_OF_MEMORY
@@ -314,7 +327,10 @@ class ExitDetector(Detector):
             rank, together, node = None, lost, None
             is_timeout = names_timeout(abort_line(event.log_tail))
             first = "A collective timed out" if is_timeout else "Connections between ranks broke"
-            summary = f"{first} before any rank ended. {summary}"
+            first = f"{first} before any rank ended"
+            if _has_aborted_itself(culprit):
+                first = f"R{ranks_text(lost)[1:]} aborted together"
+            summary = f"{first}. {summary}"
         return self.finding(
             "failure:exit",
             cause=cause,
@@ -329,14 +345,46 @@ class ExitDetector(Detector):
             follows=self._follows(culprit, observation, is_explained=killed is not None),
         )
 
+    def _mismatch(self, aborted: ReportedExit, observation: Observation) -> Finding:
+        """Return a finding about the ranks that entered another collective than the others."""
+        event = aborted.event
+        verdict = mismatched_collective(event.rank, observation)
+        entered = [] if verdict is None else list(verdict.evidence)
+        ranks = [event.rank] if verdict is None else list(verdict.ranks)
+        is_one = verdict is not None and verdict.is_single and len(ranks) == 1
+        what = "Ranks entered different collectives, or different sizes of one"
+        if is_one:
+            what = f"{self.generation.subject(ranks[0])} entered another collective than the others"
+        if entered:
+            what += f": {entered[0].text}, {entered[-1].text}"
+        return self.finding(
+            "failure:exit",
+            cause=MISMATCH if verdict is None else verdict.cause,
+            summary=f"{what}. {self.generation.subject(event.rank)} was {_ending(event)}.",
+            now_ns=observation.now_ns,
+            rank=ranks[0] if is_one else None,
+            ranks=[] if is_one else ranks,
+            node=self.generation.node(ranks[0]) if is_one else None,
+            can_checkpoint=False,
+            evidence=[
+                *entered,
+                Evidence(f"log of rank {event.rank}: {error_line(event.log_tail)}"),
+                *self._followers([event.rank]),
+            ],
+        )
+
     def _lost_connections(self, culprit: ReportedExit) -> list[int]:
         """Return the ranks that lost connections, if nothing else ended the job.
 
         The first to notice it is no more to blame than the other end of its connection. If only one
-        is known to have noticed, the ranks that ended in an unknown way belong to them.
+        is known to have noticed, the ranks that ended in an unknown way belong to them. A rank that
+        aborted itself is to blame, unless several did so at once.
         """
         if _is_unknown(culprit.event) or _is_cause(culprit):
             return []
+        if _has_aborted_itself(culprit):
+            aborted = self._alike(culprit)
+            return aborted if len(aborted) > 1 else []
         consequences = {r: other for r, other in self._abnormal.items() if not _is_cause(other)}
         lost = sorted(r for r, other in consequences.items() if not _is_unknown(other.event))
         lost = lost if len(lost) > 1 else sorted(consequences)
@@ -461,6 +509,17 @@ def _is_cause(reported: ReportedExit) -> bool:
     if event.signal == signal.SIGABRT:
         return names_device_error(event.log_tail) or raised_by_itself(event.log_tail)
     return event.signal is not None or not is_consequence(event.log_tail)
+
+
+def _has_aborted_itself(reported: ReportedExit) -> bool:
+    """Return whether the process aborted itself, and no log shows that it lost a connection."""
+    event = reported.event
+    return event.signal == signal.SIGABRT and aborted_by_itself(event.log_tail)
+
+
+def _has_mismatch(reported: ReportedExit) -> bool:
+    """Return whether gloo aborted the rank because ranks entered different collectives."""
+    return reported.event.signal == signal.SIGABRT and names_mismatch(reported.event.log_tail)
 
 
 def _way_of_end(event: RankExited) -> tuple[object, ...]:

@@ -27,6 +27,7 @@ _OWN = re.compile(
 # The line after "Last error:" says what it was.
 _NCCL_ERROR = re.compile(r"(.*NCCL error) in: \S+, (.*), NCCL version.*")
 _NCCL_DETAIL = "Last error:"
+_MISMATCH = re.compile(r"Received data size doesn't match expected size")
 # torch.utils.data reports a worker that died; it may notice that by a broken connection.
 LOADER_WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # PyTorch writes it before each line of a traceback
@@ -88,6 +89,20 @@ def raised_by_itself(log_tail: str) -> bool:
 def names_device_error(log_tail: str) -> bool:
     """Return whether CUDA or NCCL report an error of the rank's own device or node."""
     return _OWN.search(log_tail) is not None
+
+
+def aborted_by_itself(log_tail: str) -> bool:
+    """Return whether nothing in the log shows that a process aborted itself because of its peers.
+
+    gloo's error about a mismatch is an exception: other ranks caused it, but no connection broke.
+    """
+    errors = [*(error.text for error in _raised_errors(log_tail)), *_thrown_errors(log_tail)]
+    return not any(map(_follows, errors)) or names_mismatch(log_tail)
+
+
+def names_mismatch(log_tail: str) -> bool:
+    """Return whether gloo aborted the rank because its peers entered another collective or size."""
+    return any(map(_MISMATCH.search, _thrown_errors(log_tail)))
 
 
 def names_timeout(error: str) -> bool:
