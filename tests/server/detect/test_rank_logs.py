@@ -219,3 +219,41 @@ def test_without_records_a_mismatch_blames_no_rank(job):
         "Ranks entered different collectives, or different sizes of one. Rank 5 (node-2) was "
         "killed by SIGABRT."
     )
+
+
+WORKER = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 22, in <module>
+[rank1]:     for batch in loader:
+[rank1]: KeyError: Caught KeyError in DataLoader worker process 0.
+[rank1]: Original Traceback (most recent call last):
+[rank1]:   File "dataloader.py", line 374, in _worker_loop
+[rank1]:     data = fetcher.fetch(index)
+[rank1]:   File "train.py", line 13, in __getitem__
+[rank1]:     raise KeyError("sample 800 has no label")
+[rank1]: KeyError: 'sample 800 has no label'
+
+"""
+STATE_DICT = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    model.load_state_dict(state)
+RuntimeError: Error(s) in loading state_dict for Model:
+\tsize mismatch for head.weight: copying a param with shape torch.Size([4]) from checkpoint.
+\tsize mismatch for head.bias: copying a param
+"""
+
+
+@pytest.mark.parametrize(
+    ("log_tail", "line"),
+    [
+        (WORKER, "KeyError: 'sample 800 has no label'"),
+        (
+            STATE_DICT,
+            "RuntimeError: Error(s) in loading state_dict for Model: size mismatch for "
+            "head.weight: copying a param with shape torch.Size([4]) from checkpoint.",
+        ),
+    ],
+)
+def test_the_line_of_a_longer_message_that_names_the_error_is_quoted(job, log_tail, line):
+    job.exit(4, exit_code=1, log_tail=log_tail)
+    [found] = all_nodes_report(job)
+    assert found.summary == f"Rank 4 (node-2) exited with code 1: {line.rstrip('.')}."

@@ -321,7 +321,7 @@ class ExitDetector(Detector):
         elif killed is not None and event.signal != signal.SIGKILL:
             subject = f"A loader worker of {self.generation.rank_text(rank)}"
         evidence += self._followers(together)
-        summary = f"{subject} {_predicate(cause)}."
+        summary = f"{subject} {_predicate(cause).rstrip('.')}."
         node: str | None = self.generation.node(event.rank) or culprit.node
         if lost := self._lost_connections(culprit):
             rank, together, node = None, lost, None

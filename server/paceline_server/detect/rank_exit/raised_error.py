@@ -32,6 +32,8 @@ _MISMATCH = re.compile(r"Received data size doesn't match expected size")
 LOADER_WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # PyTorch writes it before each line of a traceback
 _TRACEBACK = "Traceback (most recent call last):"
+# torch quotes the traceback of a DataLoader worker or a replica in the error that it raises.
+_ORIGINAL = f"Original {_TRACEBACK}"
 _TERMINATED = re.compile(r"terminate called (?:after throwing an instance of '(.*)')?.*")
 _WHAT = re.compile(r"\s*what\(\):\s*(.*)")
 # Lines of torch's logger (E: error, F: fatal) with which NCCL's watchdog announces the abort.
@@ -136,9 +138,12 @@ def _first_cause(raised: Sequence[str], thrown: Sequence[str], log_tail: str) ->
 
 
 def _raised_errors(log_tail: str) -> list[_Raised]:
-    """Return the errors of the last traceback in the order in which they were raised."""
+    """Return the errors of the last traceback in the order in which they were raised.
+
+    Each with the first line of its message, or the first two if the first one ends with a colon.
+    """
     errors: list[_Raised] = []
-    is_open = is_linked = False
+    is_open = is_linked = is_announced = False
     before = ""
     for text in log_tail.splitlines():
         line = _RANK_PREFIX.sub("", text).rstrip()
@@ -146,11 +151,16 @@ def _raised_errors(log_tail: str) -> list[_Raised]:
             is_linked = True
         elif line == _TRACEBACK:
             errors = errors if is_linked else []
-            is_open, is_linked = True, False
+            is_open, is_linked, is_announced = True, False, False
+        elif line == _ORIGINAL:
+            is_open = True
         elif is_open and line and not line[0].isspace():
             is_uncaught = _RANK_PREFIX.match(text) is not None
             errors.append(_Raised(_NCCL_ERROR.sub(r"\1: \2", line), is_uncaught))
-            is_open = False
+            is_open, is_announced = False, line.endswith(":")
+        elif is_announced and line:
+            errors[-1] = errors[-1]._replace(text=f"{errors[-1].text} {line.strip()}")
+            is_announced = False
         elif before == _NCCL_DETAIL and errors:
             text = f"{errors[-1].text.partition(' (run with')[0]}: {line}"
             errors[-1] = errors[-1]._replace(text=text)
