@@ -1,0 +1,66 @@
+"""The adapter of torchrun writes how each rank ended; the processes are of torch's own context."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
+
+from paceline.environment import read_rank_environment
+from paceline.integrations import torchelastic
+from paceline_wire.ending import Ending, read_ending
+
+
+def run(
+    scripts: list[str], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[Ending | None]:
+    """Run one shell per local rank as torchrun does. Return how each ended."""
+    for name in ("close", "wait"):
+        monkeypatch.setattr(api.PContext, name, getattr(api.PContext, name))
+    torchelastic.attach(api)
+    environments = {
+        rank: {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(scripts)),
+            "PACELINE_JOB": "local",
+            "PACELINE_RING_DIRECTORY": str(directory),
+        }
+        for rank in range(len(scripts))
+    }
+    rings = []
+    for environment in environments.values():
+        rank = read_rank_environment(environment)
+        assert rank is not None
+        rank.ring_path.touch()
+        rings.append(rank.ring_path)
+    context = api.SubprocessContext(
+        name="train",
+        entrypoint="sh",
+        args={rank: ("-c", script) for rank, script in enumerate(scripts)},
+        envs=environments,
+        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs")),
+    )
+    context.start()
+    while context.wait(0) is None:
+        pass
+    return [read_ending(ring, os.getuid()) for ring in rings]
+
+
+def test_the_exit_codes_of_a_failed_rank_and_of_one_that_finished_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    scripts = [f"exec 3>{fifo}; exit 0", f"cat {fifo}; exit 3", "sleep 600"]
+    endings = run(scripts, tmp_path, monkeypatch)
+    assert endings == [Ending(0), Ending(3), None]
+
+
+def test_a_rank_that_finishes_first_is_written_while_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = f"while [ ! -e {tmp_path}/*.r0.end ]; do sleep 0.05; done"
+    assert run(["exit 0", wait], tmp_path, monkeypatch) == [Ending(0), Ending(0)]
