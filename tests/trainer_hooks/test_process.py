@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline_wire.ending import Ending, read_ending
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
 from tests import forked_python
@@ -120,13 +121,23 @@ def test_a_second_init_changes_nothing(tmp_path: Path) -> None:
         ("", "finished"),
         ("paceline.finish()", "finished"),
         ("raise SystemExit(3)", "finished"),
+        ("raise SystemExit('config mismatch')", "failed"),
         ("raise ValueError('diverged')", "failed"),
+        ("import sys; print('a warning', file=sys.stderr)", "finished"),
         ("import os; os._exit(1)", "running"),
     ],
 )
 def test_the_page_shows_how_the_process_ended(tmp_path: Path, ending: str, status: str) -> None:
     run(LOOP + ending, tmp_path)
     assert RingReader(tmp_path / RING).view().status == status
+
+
+def test_the_text_of_an_exit_is_reported_and_printed_as_without_paceline(tmp_path: Path) -> None:
+    finished = run(LOOP + "raise SystemExit('config mismatch: vocab 50257 != 50304')", tmp_path)
+    assert finished.returncode == 1
+    assert finished.stderr.endswith("config mismatch: vocab 50257 != 50304\n")
+    ending = read_ending(tmp_path / RING, os.getuid())
+    assert ending == Ending(1, None, "SystemExit: config mismatch: vocab 50257 != 50304\n")
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

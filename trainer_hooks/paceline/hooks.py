@@ -209,6 +209,7 @@ def _start(
     session.loop.at_start = partial(session.guard, _recognize, session, True)
     _set_session(session)
     session.recorder.watch_gc()
+    session.guard(session.watch_exit)
     if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
         multiprocessing.Finalize(None, _at_exit, exitpriority=0)
     session.guard(_wrap_torch, session, mesh)
@@ -899,6 +900,7 @@ def _stop() -> None:
         return
     session.recorder.unwatch_gc()
     session.unwatch_torch()
+    session.unwatch_exit()
     if session.process_groups is not None:
         session.process_groups.uninstall()
 
@@ -911,6 +913,8 @@ def _at_exit() -> None:
     error = sys.exc_info()[1]
     if not hasattr(sys, "ps1"):  # in an interactive shell the last error ended nothing
         error = getattr(sys, "last_value", error)
+        if error is None and _session is not None and (text := _session.exit_text()):
+            error = SystemExit(text)
     ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
     if error is not None and not ended_well:
         fail(error)

@@ -23,6 +23,7 @@ from paceline.device import (
     DeviceTimer,
     DeviceTransfer,
 )
+from paceline.exit_text import ExitText
 from paceline.flops import COUNTED_STEP, FlopCount
 from paceline.loop import Loop
 from paceline.memory import MemoryMeter, measured_after, write_value
@@ -89,6 +90,7 @@ class Session:
         self.backward_phase = Section(recorder, Op.BACKWARD)
         self.recognition = Recognition(self)
         self.steps_ended = 0
+        self._exit_text: ExitText | None = None
         self._events: TorchEvents | None = None  # set while torch is watched
         self.marks_evaluations = False  # an adapter times each of them: none is recognized
         self.created = 0  # sections and actions
@@ -237,6 +239,19 @@ class Session:
             self._events = None
             self.loop.watcher = self.loop.after_step = self.loop.first_step = None
             self.recognition.probe = None
+
+    def watch_exit(self) -> None:
+        """Keep the text of a `SystemExit` from now on."""
+        self._exit_text = ExitText(sys.stderr)
+
+    def unwatch_exit(self) -> None:
+        if self._exit_text is not None:
+            self._exit_text.stop()
+            self._exit_text = None
+
+    def exit_text(self) -> str:
+        """Return the text of the `SystemExit` that ends the process; empty without one."""
+        return "" if self._exit_text is None else self._exit_text.text
 
     def watch_optimizers(self) -> None:
         """Report optimizer steps from now on; not from inside of one. Without it, they are reported
