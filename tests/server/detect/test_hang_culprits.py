@@ -217,6 +217,19 @@ def test_a_collective_of_all_ranks_that_one_enters_alone_names_that_rank(rank: i
     assert found.summary.startswith(f"Rank {rank} ")
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rare_collective_that_one_rank_leaves_out_names_that_rank(
+    rank: int, overlapped: bool
+) -> None:
+    """Overlapped, the rank launches more than one collective beyond the barrier of the others."""
+    shape = Shape(Topology(dp=3), overlapped=overlapped, ends_with_world=False)
+    program = StuckProgram(shape, Fault("miss", rank))
+    assert program.play()
+    [found] = Case(program, program.fault).findings()
+    assert (found.rank, found.side) == (rank, "mismatch")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_slow_but_alive_is_no_hang(seed: int) -> None:
     """One rank is a hundred times slower, so that all others wait seconds for it."""

@@ -42,9 +42,15 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault at one instruction (an index) of one rank, in the last step."""
+    """A fault at one instruction (an index) of one rank, in the last step.
 
-    kind: Literal["none", "stop", "skip", "another_op", "another_size", "swap", "stray", "stall"]
+    `miss`: the last step ends with a barrier of all replicas, as before an evaluation, which only
+    this rank does not enter.
+    """
+
+    kind: Literal[
+        "none", "stop", "skip", "another_op", "another_size", "swap", "stray", "miss", "stall"
+    ]
     rank: int = 0
     index: int = 0
 
@@ -89,7 +95,7 @@ class StuckProgram:
         self._members: dict[tuple[int, int], list[int]] = {}
         self.ranks = {rank: _Rank() for rank in range(self.topology.world_size)}
         self._programs = {rank: self.program(rank) for rank in self.ranks}
-        self._faulty = self._with_fault(self._programs[fault.rank])
+        self._last_programs = {rank: self._last_program(rank) for rank in self.ranks}
         self._arrived: dict[tuple[int, ...], dict[int, tuple[int, object]]] = defaultdict(dict)
         self.stalled: tuple[int, ...] | None = None  # the communication that never ends
         self.also_stopped: set[int] = set()  # at the start of the faulty step
@@ -167,6 +173,14 @@ class StuckProgram:
         )
         return [half, before, half, after]
 
+    def _last_program(self, rank: int) -> list[Instruction]:
+        """Return what the rank runs in the step with the fault."""
+        program = self._programs[rank]
+        if self.fault.kind == "miss":
+            barrier = Instruction("collective", Op.BARRIER, group=DP)
+            return program if rank == self.fault.rank else [*program, barrier]
+        return self._with_fault(program) if rank == self.fault.rank else program
+
     def _with_fault(self, program: list[Instruction]) -> list[Instruction]:
         fault, faulty = self.fault, list(program)
         at = fault.index % len(faulty)
@@ -226,8 +240,9 @@ class StuckProgram:
     def _advance(self, rank: int, state: _Rank) -> bool:
         if self._until_ns is not None and state.clock_ns > self._until_ns:
             return False
-        hit = rank == self.fault.rank and state.step == self.whole_steps
-        program = self._faulty if hit else self._programs[rank]
+        is_last = state.step == self.whole_steps
+        hit = is_last and rank == self.fault.rank
+        program = self._last_programs[rank] if is_last else self._programs[rank]
         if state.index == 0 and state.blocked is None:
             state.step_started_ns = state.clock_ns
         if state.index == len(program):
@@ -470,7 +485,7 @@ class StuckProgram:
             self.fault.kind == "stop"
             and rank == self.fault.rank
             and state.step == self.whole_steps
-            and state.index == self.fault.index % len(self._faulty)
+            and state.index == self.fault.index % len(self._last_programs[rank])
         )
         if what.kind == "host":
             frames.append(Frame(what.op, since_ns, 0, None, 0))

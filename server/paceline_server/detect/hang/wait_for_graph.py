@@ -182,8 +182,10 @@ def _mismatched_members(
 ) -> frozenset[int]:
     """Return the members that entered another operation with this number than the others did.
 
-    Decided by what each member did at this point in earlier steps, else by the majority of the
-    members, else by the majority of all groups with this name. If undecided, all of them.
+    Decided by what each member did at this point in earlier steps, unless most of them left their
+    programs together: a rare operation, such as one of an evaluation, is entered by most members.
+    Else by the majority of the members, else by the majority of all groups with this name. If
+    undecided, all of them.
     """
     progress = table.of(key)
     signatures = {
@@ -201,11 +203,14 @@ def _mismatched_members(
         for member in signatures
         if _left_program(member, key, sequence, signatures, programs)
     )
-    if changed and changed != set(signatures):
+    is_rare = 2 * len(changed) > len(members)
+    if changed and changed != set(signatures) and not is_rare:
         return changed
     if not disagree:  # members that are ahead or not there yet cannot be compared
-        some_are_further = any(progress[member].entered > sequence for member in progress)
-        return changed if some_are_further else frozenset()
+        further = frozenset(member for member in progress if progress[member].entered > sequence)
+        if not further:
+            return frozenset()
+        return further if is_rare else changed
     unchanged = {
         member
         for member in signatures
