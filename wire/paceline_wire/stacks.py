@@ -10,23 +10,31 @@ MAXIMUM_TEXT = 200  # characters per name or path
 
 
 class StackFrame(msgspec.Struct, frozen=True, array_like=True):
-    """One frame. `file` is relative to the directory that its package is imported from."""
+    """One frame. `file` is relative to the directory that its package is imported from.
+
+    `is_installed`: it is in an installed package or the standard library, not in the script.
+    """
 
     function: str
     file: str
     line: int
+    is_installed: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.function}"
 
 
 class ThreadStack(msgspec.Struct, frozen=True):
-    """One thread. `frames`: innermost first. `holds_gil`: whether it held the GIL."""
+    """One thread. `frames`: innermost first. `holds_gil`: whether it held the rank's GIL.
+
+    `child_pid`: of the process that it belongs to, if the rank started that process; else None.
+    """
 
     name: str
     frames: list[StackFrame]
     holds_gil: bool = False
     is_running: bool = False  # whether it was on a CPU, not waiting in the kernel
+    child_pid: int | None = None
 
 
 def bounded(threads: list[ThreadStack]) -> list[ThreadStack]:
@@ -36,7 +44,12 @@ def bounded(threads: list[ThreadStack]) -> list[ThreadStack]:
             thread,
             name=plain(thread.name),
             frames=[
-                StackFrame(plain(frame.function), plain(frame.file), max(frame.line, 0))
+                msgspec.structs.replace(
+                    frame,
+                    function=plain(frame.function),
+                    file=plain(frame.file),
+                    line=max(frame.line, 0),
+                )
                 for frame in thread.frames[:MAXIMUM_FRAMES]
             ],
         )

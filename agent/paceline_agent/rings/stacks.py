@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shutil
 import sysconfig
+from itertools import takewhile
+from pathlib import Path
 
 import msgspec
 
+from paceline_agent.collect.child_processes import ChildProcesses
 from paceline_wire.stacks import StackFrame, ThreadStack, bounded, plain
 
 SECONDS = 5.0  # per rank: py-spy has to load many symbols of a large program on a busy machine
 TRIES = 3
 MAXIMUM_OUTPUT_BYTES = 8 << 20
+MAXIMUM_CHILDREN = 16  # per rank
 _PERMISSION = (
     "py-spy may not read process {pid}: run the agent as the same user; if "
     "kernel.yama.ptrace_scope is 1 or more, also give it CAP_SYS_PTRACE"
 )
+
+_INSTALLED = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*t?/|^<frozen ")
+# Files in whose functions a process waits for another one that multiprocessing started.
+_WAITS_FOR_CHILD = ("multiprocessing/", "torch/utils/data/")
 
 
 class StacksError(Exception):
@@ -45,6 +54,39 @@ class _Thread(msgspec.Struct):
 
 
 _threads = msgspec.json.Decoder(list[_Thread])
+
+
+async def take_of_rank(pid: int, procfs_root: Path) -> list[ThreadStack]:
+    """Return the threads of a rank, the main one first. Raises StacksError.
+
+    If it waits for a process that multiprocessing started, such as a worker of its data loader, the
+    main threads of these processes follow.
+    """
+    threads = await take(pid)
+    library = takewhile(lambda frame: frame.is_installed, threads[0].frames if threads else [])
+    if not any(frame.file.startswith(_WAITS_FOR_CHILD) for frame in library):
+        return threads
+    children = ChildProcesses(procfs_root)
+    children.refresh()
+    pids = sorted(children.of(pid))[:MAXIMUM_CHILDREN]
+    return threads + [
+        thread for thread in await asyncio.gather(*map(_take_of_child, pids)) if thread is not None
+    ]
+
+
+async def _take_of_child(pid: int) -> ThreadStack | None:
+    """Return what a process that multiprocessing started runs; None if it is another process."""
+    try:
+        main = (await take(pid))[0]
+    except (StacksError, IndexError):
+        return None
+    for index, frame in enumerate(main.frames):
+        if (frame.file, frame.is_installed) == ("multiprocessing/process.py", True) and (
+            frame.function.endswith("_bootstrap")
+        ):  # a forked process also has the frames of its parent
+            frames = main.frames[:index]
+            return msgspec.structs.replace(main, frames=frames, holds_gil=False, child_pid=pid)
+    return None
 
 
 async def take(pid: int) -> list[ThreadStack]:
@@ -102,7 +144,12 @@ def _stack(thread: _Thread) -> ThreadStack:
     return ThreadStack(
         name=thread.thread_name or f"thread {thread.thread_id:#x}",
         frames=[
-            StackFrame(frame.name, frame.short_filename or frame.filename, frame.line)
+            StackFrame(
+                frame.name,
+                frame.short_filename or frame.filename,
+                frame.line,
+                is_installed=_INSTALLED.search(frame.filename) is not None,
+            )
             for frame in thread.frames
         ],
         holds_gil=thread.owns_gil,

@@ -197,7 +197,7 @@ class CommandRunner:
         try:
             if pid is None:
                 raise stacks.StacksError(f"rank {rank} has no ring on this node")
-            threads = await stacks.take(pid)
+            threads = await stacks.take_of_rank(pid, self._procfs_root)
         except stacks.StacksError as failure:
             error = str(failure)
         event = RankStackTraces(

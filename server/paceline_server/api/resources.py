@@ -404,7 +404,9 @@ def _stacks(value: RankStackTraces) -> schemas.StacksModel:
         taken_at=time_of(value.time_ns),
         threads=[
             schemas.ThreadModel(
-                name=thread.name,
+                name=thread.name
+                if thread.child_pid is None
+                else f"{thread.name} of process {thread.child_pid}",
                 holds_gil=thread.holds_gil,
                 is_running=thread.is_running,
                 frames=[

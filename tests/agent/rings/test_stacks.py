@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from paceline_agent.rings.stacks import take_of_rank
 from paceline_wire.batch import CommandResult, RankStackTraces, RankStarted
 from paceline_wire.commands import RankSpec, StartRanks, TakeStacks
 from paceline_wire.stacks import (
@@ -120,6 +124,51 @@ def test_the_reason_why_a_stack_could_not_be_read_is_one_sentence(
     assert event.error == "rank 7 has no ring on this node"
     (result,) = server.events(CommandResult)
     assert not result.ok
+
+
+LOADER = """
+import signal
+from torch.utils.data import DataLoader, Dataset
+class Samples(Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if index == 8:
+            print("stuck", flush=True)
+            signal.pause()
+        return index
+for batch in DataLoader(Samples(), batch_size=4, num_workers=2):
+    pass
+"""
+
+
+def test_a_rank_in_its_data_loader_is_read_with_the_workers(
+    tmp_path: Path, wait_for: Fixture
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOADER)
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+
+        def read() -> list[list[StackFrame]] | None:
+            threads = asyncio.run(take_of_rank(process.pid, Path("/proc")))
+            workers = [thread.frames for thread in threads if thread.child_pid is not None]
+            return [threads[0].frames, *workers] if len(workers) == 2 else None
+
+        try:
+            main, stuck, idle = wait_for(read)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert main[-1] == StackFrame("<module>", "train.py", 12)
+    assert all(frame.is_installed for frame in main[:-1])
+    assert any(str(frame).endswith("_try_get_data") for frame in main)
+    assert (stuck[0].file, stuck[0].line, stuck[0].is_installed) == ("train.py", 10, False)
+    loads = "torch/utils/data/_utils/fetch.py"
+    assert [loads in {frame.file for frame in frames} for frames in (stuck, idle)] == [True, False]
+    assert not any(frame.file == "train.py" for frame in idle)
 
 
 def test_a_stack_is_bounded_and_can_be_stored() -> None:

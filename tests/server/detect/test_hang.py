@@ -314,9 +314,9 @@ def test_stacks_of_the_culprit_and_of_a_waiting_rank_are_requested_and_reported(
     assert found.stacks_wanted == [2, 0]
     # Frames of the standard library, the hooks and torch that only wait.
     waits = [
-        StackFrame("wait", "threading.py", 327),
+        StackFrame("wait", "threading.py", 327, is_installed=True),
         StackFrame("timed", "paceline/communication.py", 400),
-        StackFrame("wrapper", "torch/distributed/c10d_logger.py", 80),
+        StackFrame("wrapper", "torch/distributed/c10d_logger.py", 80, is_installed=True),
     ]
     taken = read_stacks(stuck, 2, ThreadStack("MainThread", waits + thread("", "__next__").frames))
     [reported] = stuck.wait(0.5)
@@ -327,6 +327,49 @@ def test_stacks_of_the_culprit_and_of_a_waiting_rank_are_requested_and_reported(
     assert stack.startswith("MainThread of rank 2 is in threading.py:327 wait, called from ")
     assert stack.endswith("data.py:88 __next__")
     assert stuck.wait(2) == []  # reported once
+
+
+def worker(pid: int, *files: str) -> ThreadStack:
+    frames = [StackFrame("run", file, 5, is_installed="/" in file) for file in files]
+    return ThreadStack("MainThread", frames, child_pid=pid)
+
+
+@pytest.mark.parametrize(
+    ("workers", "awaited"),
+    [
+        ([], "a worker of its DataLoader."),
+        ([1], "a worker of its DataLoader, process 1 in dataset.py:5 run."),
+        ([1, 2], "a worker of its DataLoader."),
+    ],
+)
+def test_a_rank_in_its_data_loader_is_reported_with_the_scripts_line_and_the_worker(
+    workers: list[int], awaited: str
+) -> None:
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    stuck.inside(2, Op.DATA_WAIT)
+    stuck.wait(3)
+    torch_data = "torch/utils/data"
+    frames = [
+        StackFrame("Queue.get", "multiprocessing/queues.py", 113, is_installed=True),
+        StackFrame("X._try_get_data", f"{torch_data}/dataloader.py", 1291, is_installed=True),
+        StackFrame("Trainer.train", "an_installed_package/trainer.py", 70, is_installed=True),
+        StackFrame("<module>", "train.py", 51),
+    ]
+    loads = ("dataset.py", f"{torch_data}/_utils/fetch.py", f"{torch_data}/_utils/worker.py")
+    read_stacks(
+        stuck,
+        2,
+        ThreadStack("MainThread", frames),
+        worker(9, "multiprocessing/queues.py", f"{torch_data}/_utils/worker.py"),
+        *(worker(pid, *loads) for pid in workers),
+    )
+    [reported] = stuck.wait(0.5)
+    assert reported.summary.endswith(f" (train.py:51 <module>), waiting for {awaited}")
+    texts = " ".join(each.text for each in reported.evidence)
+    for pid in workers:
+        assert f"worker process {pid} of rank 2 is in dataset.py:5 run, called from " in texts
+    assert "process 9" not in texts
 
 
 def test_a_thread_that_holds_the_gil_is_named():

@@ -25,6 +25,7 @@ from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.hang.culprit import Culprits, find_culprits
 from paceline_server.detect.hang.python_stacks import (
+    awaited_worker,
     cause_with_stacks,
     stack_evidence,
     user_frame,
@@ -349,6 +350,7 @@ class HangDetector(Detector):
         cause: str,
         observation: Observation,
         frame: StackFrame | None = None,
+        awaited: str | None = None,
     ) -> str:
         live = None if rank is None else observation.ranks.get(rank)
         state = None if live is None else live.state
@@ -356,6 +358,7 @@ class HangDetector(Detector):
             self.generation.subject(rank),
             cause,
             frame,
+            awaited,
             is_rank=rank is not None,
             was_signaled=state is not None and state.view.status == "stopping",
         )
@@ -374,19 +377,20 @@ class HangDetector(Detector):
         ]
         if not new:
             return []
-        cause, frame = active.cause, None
+        cause, frame, awaited = active.cause, None, None
         all_stacks = [*active.stacks, *new]
         culprit = next((stacks for stacks in all_stacks if stacks.rank == active.rank), None)
         # A communication that does not end on the devices is in no rank's own code.
         if culprit is not None and (active.side != "device" or side_of(cause) == "device"):
             cause = cause_with_stacks(culprit, cause)
             frame = user_frame(culprit, cause)
+            awaited = awaited_worker(culprit)
         new_evidence = [line for stacks in new for line in stack_evidence(stacks)]
         self._active = msgspec.structs.replace(
             active,
             cause=cause,
             side=active.side if cause == active.cause else side_of(cause),
-            summary=self._summary(active.rank, cause, observation, frame),
+            summary=self._summary(active.rank, cause, observation, frame, awaited),
             detected_ns=observation.now_ns,
             stacks=all_stacks,
             evidence=[*active.evidence, *new_evidence],

@@ -1,9 +1,10 @@
-"""Python stacks of blocked ranks: the frame that explains the hang, and the thread that holds the
-GIL."""
+"""Python stacks of blocked ranks: the frame that explains the hang, the thread that holds the GIL,
+and the worker of the data loader that a rank waits for."""
 
 from __future__ import annotations
 
 import sys
+from itertools import chain
 
 from paceline_server.detect.finding import Evidence
 from paceline_wire.batch import RankStackTraces
@@ -13,8 +14,10 @@ GIL_HELD = "GIL held by thread "
 _MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
 # Packages that only call the script or wait for it, so that its own line is more useful.
-_LIBRARIES = frozenset({"paceline", "torch", "typing_extensions", *sys.stdlib_module_names})
-_DATA_LOADING = "torch/utils/data/"  # here, what it waits for is more useful
+_CALLERS = frozenset({"paceline", "torch"})
+_LIBRARIES = _CALLERS | {"typing_extensions", *sys.stdlib_module_names}
+_WAITS_FOR_WORKER = ("torch/utils/data/dataloader.py", "_try_get_data")
+_WORKER_LOADS = "torch/utils/data/_utils/fetch.py"  # an idle worker is in no frame of it
 
 
 def cause_with_stacks(stacks: RankStackTraces, cause: str) -> str:
@@ -32,36 +35,74 @@ def stack_evidence(stacks: RankStackTraces) -> list[Evidence]:
     lines = []
     main = _main_thread(stacks)
     if main is not None and main.frames:
-        inner, *callers = _informative(main.frames)
-        called = f", called from {', '.join(map(str, callers))}" if callers else ""
-        lines.append(Evidence(f"{main.name} of rank {stacks.rank} is in {inner}{called}"))
+        lines.append(Evidence(f"{main.name} of rank {stacks.rank} is in {_called(main)}"))
     lines += [
         Evidence(f"thread {thread.name} of rank {stacks.rank} holds the GIL in {thread.frames[0]}")
         for thread in stacks.threads
         if thread.holds_gil and thread.frames
     ]
+    lines += [
+        Evidence(f"worker process {worker.child_pid} of rank {stacks.rank} is in {_called(worker)}")
+        for worker in _loading_workers(stacks)
+    ]
     return lines
 
 
+def _called(thread: ThreadStack) -> str:
+    inner, *callers = _informative(thread.frames)
+    return f"{inner}, called from {', '.join(map(str, callers))}" if callers else str(inner)
+
+
 def user_frame(stacks: RankStackTraces, cause: str) -> StackFrame | None:
-    """Return the innermost frame of the script or its data loader, in the thread that blocks."""
+    """Return the innermost frame of the script, in the thread that blocks."""
     holder = next((thread for thread in stacks.threads if thread.holds_gil), None)
     thread = holder if cause.startswith(GIL_HELD) else _main_thread(stacks)
-    frames = thread.frames if thread is not None else []
-    return next(filter(_is_of_user, frames), frames[0] if frames else None)
+    return None if thread is None else _script_frame(thread.frames)
 
 
-def _is_of_user(frame: StackFrame) -> bool:
-    package = frame.file.partition("/")[0].removesuffix(".py")
-    return package not in _LIBRARIES or frame.file.startswith(_DATA_LOADING)
+def awaited_worker(stacks: RankStackTraces) -> str | None:
+    """Return the worker of the data loader that the rank waits for; None if it waits for none.
+
+    Its process is known if no other worker loads data.
+    """
+    main = _main_thread(stacks)
+    file, function = _WAITS_FOR_WORKER
+    frames = [] if main is None else main.frames
+    if not any(frame.file == file and frame.function.endswith(function) for frame in frames):
+        return None
+    workers = _loading_workers(stacks)
+    if len(workers) != 1:
+        return "a worker of its DataLoader"
+    place = _script_frame(workers[0].frames)
+    return f"a worker of its DataLoader, process {workers[0].child_pid} in {place}"
+
+
+def _loading_workers(stacks: RankStackTraces) -> list[ThreadStack]:
+    """Return the data loader's workers that load data."""
+    return [
+        thread
+        for thread in stacks.threads
+        if thread.child_pid is not None
+        and any(frame.file == _WORKER_LOADS for frame in thread.frames)
+    ]
+
+
+def _script_frame(frames: list[StackFrame]) -> StackFrame | None:
+    """Return the innermost frame of the script; without one, of a package that torch calls."""
+    own = (each for each in frames if not each.is_installed and _package(each) not in _CALLERS)
+    called = (each for each in frames if _package(each) not in _LIBRARIES)
+    return next(chain(own, called, frames), None)
+
+
+def _package(frame: StackFrame) -> str:
+    return frame.file.partition("/")[0].removesuffix(".py")
 
 
 def _informative(frames: list[StackFrame]) -> list[StackFrame]:
     """Return the innermost frames; the last one shown is of the script, if there is one."""
     shown = frames[:_MAX_FRAMES_SHOWN]
-    if any(map(_is_of_user, shown)):
-        return shown
-    return [*shown[:-1], next(filter(_is_of_user, frames), shown[-1])]
+    own = _script_frame(frames)
+    return shown if own is None or own in shown else [*shown[:-1], own]
 
 
 def _main_thread(stacks: RankStackTraces) -> ThreadStack | None:

@@ -29,6 +29,7 @@ def hang_summary(
     subject: str,
     cause: str,
     frame: StackFrame | None,
+    awaited: str | None,
     *,
     is_rank: bool,
     was_signaled: bool,
@@ -39,12 +40,14 @@ def hang_summary(
         subject: The rank with its node, or the job.
         cause: As in the finding.
         frame: Innermost frame of the culprit's own code, once its stack was read.
+        awaited: What its stack shows that it waits for.
         is_rank: The subject is one rank.
         was_signaled: It reported a signal after which its script ends.
     """
     received = " received a signal to end," if was_signaled else ""
     blocks = " and blocks the job" if is_rank else ""
-    return f"{subject}{received} is hung{blocks}: {_clause(cause, frame, is_rank=is_rank)}."
+    waits = "" if awaited is None else f", waiting for {awaited}"
+    return f"{subject}{received} is hung{blocks}: {_clause(cause, frame, is_rank=is_rank)}{waits}."
 
 
 def _clause(cause: str, frame: StackFrame | None, *, is_rank: bool) -> str:
