@@ -114,6 +114,16 @@ def adversarial(batches: Iterator[Any] | None = None) -> None:
         optimizers[1].step()
 
 
+def critic_twice() -> None:
+    """In no list: the first loops, which show what repeats, are several steps each."""
+    generator, critic = model_of(), model_of()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (critic, generator)]
+    for _ in range(3 + STEPS):
+        for optimizer in (optimizers[0], optimizers[0], optimizers[1]):
+            critic(generator(features[:1])).sum().backward()
+            optimizer.step()
+
+
 def adversarial_with_loader() -> None:
     adversarial(iter(loader()))
 

@@ -56,6 +56,15 @@ def test_a_compiled_optimizer_has_the_steps_that_it_trained(
     assert [span.step for span in spans if span.op == Op.STEP] == list(range(STEPS))
 
 
+def test_a_loop_in_which_an_optimizer_repeats_is_one_step(tmp_path: Path) -> None:
+    run_scenarios("recognized_runs.py", tmp_path, "critic_twice")
+    spans = list(unpack(RingReader(tmp_path / "critic_twice.g0.r0.ring").read()))
+    steps = [span.step for span in of(spans, Op.STEP)]
+    for op in (Op.BACKWARD, Op.OPTIMIZER):
+        counted = Counter(span.step for span in of(spans, op))
+        assert [counted[step] for step in steps[-STEPS:]] == [3] * STEPS
+
+
 def test_a_step_is_data_forward_backward_and_optimizer_without_gaps(recorded: Recorded) -> None:
     spans = recorded("plain")
     steps = of(spans, Op.STEP)

@@ -14,6 +14,7 @@ What the script marks itself is not recorded again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ MOST_OPTIMIZER_STEPS = 64
 # Backward passes without an update from which each batch is a step, or each backward pass.
 MOST_MICROBATCHES_UNSEEN = 8
 MOST_MICROBATCHES_OF_AN_OPTIMIZER = 64
+MOST_REPEATED = 8  # optimizer steps of a loop that are one step if some optimizer repeats in it
 MOST_REJECTED_EVALUATIONS = 2  # modules switched to `eval()` without an evaluation
 
 
@@ -80,6 +82,7 @@ class Recognition:
         self._optimizers: list[int] = []  # that step at this moment, outermost first
         self._called_at: dict[int, int] = {}  # backwards of the step when an optimizer stepped
         self._cycle: tuple[int, ...] | None = None  # optimizers of a step without batches
+        self._history: deque[int] = deque(maxlen=2 * MOST_REPEATED)  # optimizers, newest last
         self.measure_forward(session.recorder)
         self.evaluates = False  # `_evaluation` has begun
         self._evaluation = _Evaluation()
@@ -347,6 +350,7 @@ class Recognition:
             if self.probe is not None:
                 self.probe.forget()
         loop.optimizer_calls.append(optimizer)
+        self._history.append(optimizer)
         loop.optimized_ns = perf_counter_ns()
         if self._cycle and self._counts_optimizers() and tuple(loop.optimizer_calls) == self._cycle:
             loop.end_step()
@@ -359,12 +363,18 @@ class Recognition:
         return loop.is_recognized and not has_batches
 
     def _end_repeated_cycle(self, optimizer: int) -> None:
-        """End the step if this optimizer has stepped in it, before another backward pass."""
+        """End the step if this optimizer has stepped in it, before another backward pass.
+
+        Unless it is known to do so in each step, as where a critic learns twice per generator.
+        """
         loop = self._loop
         calls = loop.optimizer_calls
         repeats = optimizer in calls and loop.backwards > self._called_at.get(optimizer, 0)
         if repeats and self._counts_optimizers():
-            self._cycle = tuple(calls)
+            begun = (*calls, optimizer)
+            if self._cycle and self._cycle[: len(begun)] == begun:
+                return
+            self._cycle = _period(tuple(self._history)) or tuple(calls)
             loop.end_step(loop.optimized_ns)
             loop.begin_step()
             loop.backwards = 1
@@ -500,6 +510,15 @@ class Recognition:
         self.evaluates = False
         if self._recorder.status == Status.EVALUATING:
             self._recorder.set_status(Status.RUNNING)
+
+
+def _period(history: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shortest sequence of all optimizers that the history repeats at its end."""
+    for length in range(len(set(history)), len(history) // 2 + 1):
+        newest = history[-length:]
+        if newest == history[-2 * length : -length] and set(newest) == set(history):
+            return newest
+    return None
 
 
 class _Evaluation:
