@@ -1,9 +1,9 @@
 """The goodput ledger: every second of the job's life belongs to exactly one part.
 
 The job's life runs from its creation to now (for an external job, from when its ranks attached).
-Finished steps are placed on it in order, each clipped to the time not yet used, so overlapping
-steps and wrong clocks cannot create time. The time between steps is restart, startup or idle. The
-work of steps that a restart repeats moves to `lost_seconds`.
+Finished steps are placed on it in order, each from the mean start to the mean end of its ranks and
+clipped to the time not yet used, so wrong clocks cannot create time. The time between steps is
+restart, startup or idle. The work of steps that a restart repeats moves to `lost_seconds`.
 """
 
 from __future__ import annotations
@@ -107,15 +107,16 @@ class GoodputLedger:
             self._revoke_from(summary.step)
         if state.newest_step is not None and summary.step <= state.newest_step:
             return
-        begin_ns = _clip(summary.started_ns, state.taken_until_ns, now_ns)
-        end_ns = summary.started_ns + int(summary.duration_seconds * 1e9)
-        end_ns = _clip(end_ns, begin_ns, now_ns)
+        started_ns = summary.mean_started_ns or summary.started_ns
+        seconds = _mean_seconds(summary)
+        begin_ns = _clip(started_ns, state.taken_until_ns, now_ns)
+        end_ns = _clip(started_ns + int(seconds * 1e9), begin_ns, now_ns)
         self._add_gap(begin_ns - state.taken_until_ns)
         state.taken_until_ns = end_ns
         state.newest_step = summary.step
         state.resumed = True
         state.useful_steps += 1
-        times = _part_times(summary, end_ns - begin_ns)
+        times = _part_times(summary, seconds, end_ns - begin_ns)
         times.samples, times.tokens = summary.samples or 0, summary.tokens or 0
         state.sums.add(times)
         self._revocable.append((summary.step, times))
@@ -185,15 +186,24 @@ def _clip(value: int, low: int, high: int) -> int:
     return max(low, min(value, high))
 
 
-def _part_times(summary: StepSummary, length_ns: int) -> _PartTimes:
-    """Return the means over ranks, scaled to sum to `length_ns`."""
+def _mean_seconds(summary: StepSummary) -> float:
+    """Return the mean over ranks of their own step times.
+
+    Where each rank's steps follow one another, so do the means, however far one rank is ahead.
+    """
     ranks = summary.ranks
-    if not ranks or summary.duration_seconds <= 0:
+    return fmean(rank.step_seconds for rank in ranks) if ranks else summary.duration_seconds
+
+
+def _part_times(summary: StepSummary, seconds: float, length_ns: int) -> _PartTimes:
+    """Return the means over ranks of a step of `seconds`, scaled to sum to `length_ns`."""
+    ranks = summary.ranks
+    if not ranks or seconds <= 0:
         return _PartTimes(other=length_ns)
     means = {part: fmean(getattr(rank, f"{part}_seconds") for rank in ranks) for part in _MEASURED}
     if summary.goodput is not None:
         means |= {part: getattr(summary.goodput, f"{part}_seconds") for part in _SPLIT}
-    scale = length_ns / max(summary.duration_seconds, sum(means.values()))
+    scale = length_ns / max(seconds, sum(means.values()))
     times = _PartTimes(**{part: int(mean * scale) for part, mean in means.items()})
     times.other = length_ns - times.total
     return times

@@ -137,6 +137,7 @@ class StepModel:
             step=step,
             started_ns=started_ns,
             duration_seconds=(ended_ns - started_ns) / 1e9,
+            mean_started_ns=_mean(timeline.begin_ns),
             ranks=_rank_steps(times, slowdown),
             bubbles=self._bubbles.measure(timing, self.metadata),
             slowest_rank=_slowest(timeline.ranks, slowdown),
@@ -190,6 +191,12 @@ def _extent(timeline: StepTimeline) -> tuple[int, int]:
     longest = int((timeline.end_ns - timeline.begin_ns).argmax())
     own = int(timeline.begin_ns[longest]), int(timeline.end_ns[longest])
     return (begin, end) if end - begin <= 2 * (own[1] - own[0]) else own
+
+
+def _mean(times_ns: Ints) -> int:
+    """Return the mean of times that are too large for a sum."""
+    first = int(times_ns.min())
+    return first + int((times_ns - first).mean())
 
 
 def _slowest(ranks: Ints, slowdown: Floats) -> int | None:

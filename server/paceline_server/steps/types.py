@@ -89,6 +89,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     started_ns: int  # CLOCK_REALTIME, earliest rank
     duration_seconds: float  # latest end - earliest start
+    mean_started_ns: int | None = None  # mean over the ranks; None: not known
     loss: float | None = None
     gradient_norm: float | None = None
     ranks: list[RankStep] = []

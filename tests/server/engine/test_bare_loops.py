@@ -1,0 +1,94 @@
+"""Loops that mark nothing and whose ranks seldom wait for each other."""
+
+import numpy as np
+import pytest
+
+from paceline_server.detect.finding import Finding
+from paceline_server.engine.engine import Engine
+from paceline_server.engine.types import Placement
+from paceline_server.steps.types import Ledger
+from paceline_wire.batch import Batch, SpanBlock
+from paceline_wire.spans import NONE_16, NONE_32, RECORD, Op, to_columns
+from paceline_wire.topology import Topology
+
+START_NS = 1_700_000_000_000_000_000
+MS = 1_000_000
+RANKS = 3
+
+Row = tuple[int, float, float]  # op, begin and end in ms since the start of its step
+
+
+class BareLoop:
+    """A job of three ranks, each with a clock of its own between collectives."""
+
+    def __init__(self) -> None:
+        self.engine = Engine("job")
+        self.engine.place(
+            Placement(
+                generation=0,
+                topology=Topology(dp=RANKS),
+                nodes=dict.fromkeys(range(RANKS), "node"),
+                gpus={},
+                metadata={},
+                started_ns=START_NS,
+            )
+        )
+        self.chance = np.random.default_rng(1)
+        self.step = 0
+        self.ends_ns = [START_NS] * RANKS
+        self.ledger = Ledger()
+
+    def advance(self, ranks: list[list[Row]]) -> list[Finding]:
+        """Play one step of the spans of each rank; the last one is its STEP."""
+        blocks = []
+        for rank, spans in enumerate(ranks):
+            records = b"".join(self._record(rank, at, row) for at, row in enumerate(spans))
+            self.ends_ns[rank] += int(spans[-1][2] * MS)
+            blocks.append(
+                SpanBlock(
+                    job="job",
+                    generation=0,
+                    rank=rank,
+                    columns=to_columns(records),
+                    clock_offset_ns=0,
+                )
+            )
+        now_ns = max(self.ends_ns)
+        batch = Batch(
+            agent_id="node",
+            boot_id="boot",
+            sequence=self.step,
+            packed_ns=now_ns,
+            events=[],
+            spans=blocks,
+        )
+        self.step += 1
+        self.engine.feed(batch, now_ns)
+        outcome = self.engine.tick(now_ns)
+        self.ledger = outcome.ledger
+        return outcome.findings
+
+    def _record(self, rank: int, at: int, row: Row) -> bytes:
+        op, begin, end = row
+        place = NONE_16, 0, self.step, NONE_32, NONE_32, 0
+        start_ns = self.ends_ns[rank] + int(begin * MS)
+        number = 100 * self.step + at
+        return RECORD.pack(number, op, 0, *place, 0, 0, start_ns, int((end - begin) * MS))
+
+
+def step(compute: float, optimizer: float) -> list[Row]:
+    end = compute + optimizer
+    return [(Op.OPTIMIZER, compute, end), (Op.STEP, 0, end)]
+
+
+def test_ranks_that_are_far_apart_in_their_steps_are_not_idle() -> None:
+    """Rank 1 needs 450 ms for a step; the others need 330 and wait for it in each eighth one."""
+    job = BareLoop()
+    for number in range(64):
+        behind = 8 * 120.0 if number % 8 == 7 else 0.0
+        fast = step(300.0 + behind, 30.0)
+        job.advance([fast, step(420.0, 30.0), fast])
+    ledger = job.ledger
+    assert ledger.wall_seconds == pytest.approx(64 * 0.450)
+    assert ledger.idle_seconds + ledger.startup_seconds == pytest.approx(0.0, abs=0.001)
+    assert ledger.optimizer_seconds == pytest.approx(64 * 0.030)
