@@ -152,23 +152,27 @@ def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> Ra
     """Return the parts in the form that users and detectors get."""
     seconds = breakdown.part_ns / 1e9
     total = (timeline.end_ns - timeline.begin_ns) / 1e9
-    rows = np.flatnonzero(one_of(spans.op, COMPUTE))
-    rows = rows[is_marked(spans.microbatch[rows], spans.row(CHUNK)[rows])]
+    rows = np.flatnonzero(one_of(spans.op, COMPUTE | {int(Op.OPTIMIZER)}))
     hooked, on_device = np.zeros((2, len(timeline)), dtype=np.bool_)
-    hooked[timeline.owner[rows]] = True
     on_device[timeline.owner[rows[(spans.flags[rows] & Flag.DEVICE) != 0]]] = True
+    rows = rows[spans.op[rows] != Op.OPTIMIZER]
+    rows = rows[is_marked(spans.microbatch[rows], spans.row(CHUNK)[rows])]
+    hooked[timeline.owner[rows]] = True
     # In a loop without microbatch hooks, unexplained time counts as compute.
     rest = np.maximum(total - seconds.sum(axis=0), 0.0)
     compute = seconds[Part.COMPUTE] + np.where(hooked, 0.0, rest)
+    # On a device, an optimizer that exchanges what it updates waits for its peers unseen.
+    optimizer = np.where(on_device, 0.0, seconds[Part.OPTIMIZER])
     wait = seconds[Part.NESTED_WAIT] + seconds[Part.OUTER_WAIT]
     blocked = seconds[Part.TRANSFER] + wait + seconds[Part.PIPELINE_WAIT] > 0.0
-    host = np.where(hooked & blocked & ~on_device, rest + seconds[Part.PIPELINE_GAP], 0.0)
+    outside = rest + seconds[Part.PIPELINE_GAP] + optimizer
+    host = np.where(hooked & blocked & ~on_device, outside, 0.0)
     return RankTimes(
         rank=timeline.ranks,
         start_ns=timeline.begin_ns,
         end_ns=timeline.end_ns,
         step_seconds=total,
-        self_seconds=compute,
+        self_seconds=compute + np.where(hooked, 0.0, optimizer),
         compute_seconds=compute,
         communication_seconds=seconds[Part.TRANSFER] + wait,
         wait_seconds=wait,

@@ -22,8 +22,10 @@ Floats = npt.NDArray[np.float64]
 class RankTimes:
     """One row per rank that took part; the columns of `RankStep`, start and end, and host time.
 
-    `host_seconds`: the time outside of marked forwards and backwards in which nothing was recorded;
-    0 where that may be a wait (the forwards are timed on a device, or no wait was recorded).
+    `host_seconds`: the time outside of marked forwards and backwards in which nothing was recorded,
+    and of the optimizer; 0 where that may be a wait (timed on a device, or no wait was recorded).
+    Without such marks, `self_seconds` contains both: compute and, unless it is timed on a device,
+    the optimizer.
     """
 
     rank: Ints

@@ -32,7 +32,7 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     step_seconds: float
-    self_seconds: float  # compute without nested waits: the basis of comparison with peers
+    self_seconds: float  # own work, see `RankTimes`: the basis of comparison with peers
     compute_seconds: float
     communication_seconds: float  # exposed: the host was blocked
     wait_seconds: float  # the part of communication before the last participant arrived

@@ -129,8 +129,8 @@ def _whole_step(timing: StepTiming) -> ComputeTimes:
         microbatch=zeros,
         chunk=zeros,
         start_ns=start_ns,
-        end_ns=start_ns + (ranks.self_seconds * 1e9).astype(np.int64),
-        self_seconds=ranks.self_seconds,
+        end_ns=start_ns + (ranks.compute_seconds * 1e9).astype(np.int64),
+        self_seconds=ranks.compute_seconds,
         tokens=zeros,
         squared_tokens=zeros,
     )

@@ -53,7 +53,7 @@ def step_goodput(
     lost = summary.duration_seconds * (1.0 - 1.0 / speedup)
     # A straggler that no other rank waits for, and whose work is not on the critical path, costs
     # nothing; more than what was measured cannot be lost.
-    computing = min(lost, longer)
+    computing = min(lost, longer, float(ranks.compute_seconds.mean()))
     waiting = min(lost - computing, waits + beyond)
     transfers = float(ranks.communication_seconds.mean()) - waits
     links = min(summary.duration_seconds * link_cost_ratio, transfers + waits + beyond - waiting)

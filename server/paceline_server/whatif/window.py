@@ -170,7 +170,9 @@ class _Tables:
                     (ranks.start_ns - self.base_ns[step]) / 1e9,
                     (ranks.end_ns - self.base_ns[step]) / 1e9,
                     ranks.optimizer_seconds + ranks.checkpoint_seconds,
-                    ranks.self_seconds + ranks.host_seconds,
+                    # The optimizer is an operation of its own.
+                    ranks.compute_seconds
+                    + np.maximum(ranks.host_seconds - ranks.optimizer_seconds, 0.0),
                     ranks.data_wait_seconds,
                 ),
                 strict=True,

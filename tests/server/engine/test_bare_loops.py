@@ -81,6 +81,20 @@ def step(compute: float, optimizer: float) -> list[Row]:
     return [(Op.OPTIMIZER, compute, end), (Op.STEP, 0, end)]
 
 
+def test_a_slow_optimizer_is_found_in_steps_without_collectives() -> None:
+    job = BareLoop()
+    found: list[Finding] = []
+    for number in range(60):
+        compute = job.chance.normal(300.0, 3.0, RANKS)
+        optimizer = [30.0, 30.0 + 120.0 * (number >= 50), 30.0]
+        found += job.advance([step(*times) for times in zip(compute, optimizer, strict=True)])
+    [slow] = found
+    assert (slow.kind, slow.rank) == ("straggler", 1)
+    assert abs(slow.onset_step - 50) <= 1
+    assert slow.slowdown == pytest.approx(450 / 330, rel=0.03)
+    assert "(in its optimizer)" in slow.summary
+
+
 def test_ranks_that_are_far_apart_in_their_steps_are_not_idle() -> None:
     """Rank 1 needs 450 ms for a step; the others need 330 and wait for it in each eighth one."""
     job = BareLoop()

@@ -155,13 +155,14 @@ def test_a_healthy_step(run: Run) -> None:
 def test_a_straggler_step(run: Run) -> None:
     """Rank 1 computes 1450 instead of 750: the step takes 700 more, 1 / 1.7 of it is needed.
 
-    Of the 700, 350 are the mean of the additional compute. Rank 0 waits 650 (800 less the 150 that
-    all-reduce 2 takes after rank 1 launched it), 325 as a mean: 675 of the 700 were measured.
+    Its own work includes the optimizer's 100. Of the 700, 350 are the mean of the additional
+    compute. Rank 0 waits 650 (800 less the 150 that all-reduce 2 takes after rank 1 launched
+    it), 325 as a mean: 675 of the 700 were measured.
     """
     [step] = run.step(WAITING, SLOW).steps
     goodput = step.goodput
     assert step.duration_seconds == pytest.approx(1.7)
-    assert [rank.self_seconds for rank in step.ranks] == pytest.approx([0.75, 1.45])
+    assert [rank.self_seconds for rank in step.ranks] == pytest.approx([0.85, 1.55])
     assert goodput.straggler_seconds == pytest.approx(0.675)
     assert goodput.compute_seconds == pytest.approx(0.75)
     assert goodput.communication_seconds == pytest.approx(0.125)  # (150 + 100) / 2

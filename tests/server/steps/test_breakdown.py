@@ -107,7 +107,7 @@ def test_time_beside_marked_microbatches_is_the_hosts_if_waits_are_recorded():
     )
     waits, phase = [3, 0, 0, 0], (4, 26)
     part = parts_of(*rows, waits_ms=waits, phase_ms=phase)
-    assert part["host"] == pytest.approx(0.006 + 0.006)  # before the receive, after the optimizer
+    assert part["host"] == pytest.approx(0.006 + 0.010)  # before the receive, after the forward
     assert part["self"] == pytest.approx(0.010)
     assert parts_of(*rows, waits_ms=waits, phase_ms=phase, chunk=-1)["host"] == 0.0
     assert parts_of(*rows, waits_ms=waits, phase_ms=phase, flags=Flag.DEVICE)["host"] == 0.0
@@ -117,6 +117,14 @@ def test_time_beside_marked_microbatches_is_the_hosts_if_waits_are_recorded():
 def test_without_microbatch_hooks_unexplained_time_is_compute():
     part = parts_of((Op.DATA_WAIT, 0, 2), (Op.ALL_REDUCE, 8, 10), (Op.STEP, 0, 12))
     assert part["self"] == pytest.approx(0.008)
+
+
+def test_without_microbatch_hooks_the_optimizer_is_the_ranks_own_work_unless_on_a_device():
+    rows = ((Op.ALL_REDUCE, 6, 8), (Op.OPTIMIZER, 8, 11), (Op.STEP, 0, 12))
+    part = parts_of(*rows)
+    assert part["self"] == pytest.approx(0.010)
+    assert (part["compute"], part["optimizer"]) == (pytest.approx(0.007), 0.003)
+    assert parts_of(*rows, flags=Flag.DEVICE)["self"] == pytest.approx(0.007)
 
 
 def test_recognized_forwards_and_backwards_leave_the_rest_of_the_step_as_compute():

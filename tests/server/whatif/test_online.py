@@ -393,7 +393,7 @@ def test_loop_without_microbatches_is_replayed_from_its_self_times() -> None:
         without_compute.append(
             replace(
                 timing,
-                ranks=replace(timing.ranks, self_seconds=own),
+                ranks=replace(timing.ranks, compute_seconds=own),
                 compute=rows_of(timing.compute, slice(0, 0)),
             )
         )
@@ -499,7 +499,7 @@ def test_prediction_holds_if_the_last_backward_contains_the_reduction() -> None:
     assert replay.speedup(ranks=[2]) == pytest.approx(true, rel=0.03)
 
 
-@pytest.mark.parametrize("kind", ["self_seconds", "host_seconds"])
+@pytest.mark.parametrize("kind", ["compute_seconds", "host_seconds"])
 def test_prediction_includes_a_ranks_own_time_after_its_compute(kind: str) -> None:
     """A script that reduces its gradients itself, and sleeps before that on one rank."""
 
@@ -510,7 +510,7 @@ def test_prediction_includes_a_ranks_own_time_after_its_compute(kind: str) -> No
         for index, timing in enumerate(timings):
             ranks = timing.ranks
             compute = np.bincount(timing.compute.rank, timing.compute.self_seconds)
-            own = {"self_seconds": compute} | {kind: compute * (kind == "self_seconds")}
+            own = {"compute_seconds": compute, "host_seconds": ranks.optimizer_seconds}
             own[kind] = own[kind] + late * (ranks.rank == 2)
             timings[index] = replace(
                 timing,

@@ -8,10 +8,11 @@ property of the model, not a fault, unless it is too high for that.
 
 Four kinds of slowness never make a level rise. A stall in one microbatch of each step is trimmed
 away, so the difference between a rank's total compute and its typical microbatch is also watched as
-a level. So is a rank's time outside of its microbatches in which it does not wait for others: it
-logs, reads a file, sorts a list. A rank that is slow in every third step, such as the first one
-after a rollout, is not slow in most steps, so the sums over blocks of steps are watched as well.
-And a slow creep has no onset step, so levels are compared with those of the first steps (`creep`).
+a level. So is a rank's time outside of its microbatches in which it does not wait for others: its
+optimizer steps, it logs, reads a file, sorts a list. A rank that is slow in every third step, such
+as the first one after a rollout, is not slow in most steps, so the sums over blocks of steps are
+watched as well. And a slow creep has no onset step, so levels are compared with those of the first
+steps (`creep`).
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ _WAYS: dict[Way, str] = {
     ),
     "creeps": "has gradually become {slowdown:.2f}x slower than {whom} since about step {onset}",
 }
+_IN_OPTIMIZER = "has been {slowdown:.2f}x slower than {whom} since step {onset} (in its optimizer)"
 # The onset of a creep is extrapolated from the step in which it reached this share of its size.
 _CREEP_ONSET_SHARE = 0.3
 # A faster rise is no creep: noise can hide a step change for some short steps.
@@ -167,6 +169,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
         # With those of the host.
         self._own_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS * BLOCK_STEPS)
+        self._optimizer_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
         self._steps: deque[_ComputeStep] = deque(maxlen=KEPT)
         self._chronic: dict[int, Finding] = {}
 
@@ -194,6 +197,9 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         if not self._levels.pushed % BLOCK_STEPS:
             self._push_block()
         ranks = timing.ranks
+        optimizer_seconds = np.full(own_seconds.size, np.nan)
+        optimizer_seconds[ranks.rank] = ranks.optimizer_seconds
+        self._optimizer_seconds.append(optimizer_seconds)
         started_ns = int(ranks.start_ns.min()) if ranks.rank.size else 0
         seconds = float(np.median(ranks.step_seconds)) if ranks.rank.size else math.nan
         self._steps.append(_ComputeStep(timing.step, started_ns, seconds))
@@ -497,15 +503,18 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         slowdown = self.slowdown(active)
         is_host = active.way in ("host", "recurs")
         self_seconds = self._recent_own_seconds(active)
+        extra_seconds = self_seconds * (1.0 - 1.0 / slowdown)
         speedup = None
         if observation.replay is not None:
             speedup = observation.replay.speedup(ranks=unit.ranks, since_step=before.onset_step)
-        cost_ratio = self._cost_ratio(active, self_seconds * (1.0 - 1.0 / slowdown), speedup)
+        cost_ratio = self._cost_ratio(active, extra_seconds, speedup)
         diagnosis = self.diagnose(active, slowdown, observation)
         has_peers = self.generation.topology.world_size > 1
         whom = "its peers" if has_peers else "usual"
         speed = "the speed of its peers" if has_peers else "its usual speed"
-        how = _WAYS[active.way].format(slowdown=slowdown, whom=whom, onset=before.onset_step)
+        in_optimizer = self._is_slow_in_optimizer(active, extra_seconds)
+        text = _IN_OPTIMIZER if in_optimizer else _WAYS[active.way]
+        how = text.format(slowdown=slowdown, whom=whom, onset=before.onset_step)
         measured = Evidence(
             f"{'own' if is_host else 'compute'} time {self_seconds * 1e3:.0f} ms per step since "
             f"step {before.onset_step}; "
@@ -576,6 +585,18 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         seconds = self._own_seconds if reported.way == "host" else self._self_seconds
         own = column_medians(np.array(seconds)[-FOLLOWED_STEPS:, ranks])
         return float(np.nan_to_num(own).max())
+
+    def _is_slow_in_optimizer(self, active: _ReportedStraggler, extra_seconds: float) -> bool:
+        """Return whether most of the additional time is that of its optimizer."""
+        if active.way not in ("steady", "host"):
+            return False
+        seconds = column_medians(np.array(self._optimizer_seconds))
+        slow = np.isin(np.arange(seconds.size), active.unit.ranks)
+        known = ~np.isnan(seconds)
+        own, others = seconds[slow & known], seconds[~slow & known]
+        if not own.size or not others.size or extra_seconds <= 0.0:
+            return False
+        return bool(own.max() - np.median(others) > extra_seconds / 2.0)
 
     def _recent_step_seconds(self, reported: _ReportedStraggler | None = None) -> float:
         """Return the usual step time; the mean if a rank is slow in some steps only."""
