@@ -18,7 +18,7 @@ from paceline_server.steps.columns import CHUNK, COMMUNICATION, Bools, Ints, Spa
 from paceline_server.steps.overlap import overlapped_seconds
 from paceline_server.steps.replicas import ReplicaPhases
 from paceline_server.steps.timeline import StepTimeline, latest_end
-from paceline_server.steps.timing import RankTimes
+from paceline_server.steps.timing import Floats, RankTimes
 from paceline_wire.spans import COMPUTE_OPS, Flag, Op
 
 COMPUTE = frozenset(int(op) for op in COMPUTE_OPS)
@@ -148,7 +148,9 @@ def _break_down_some(
     )
 
 
-def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> RankTimes:
+def rank_times(
+    spans: Spans, wait_ns: Ints, timeline: StepTimeline, breakdown: Breakdown
+) -> RankTimes:
     """Return the parts in the form that users and detectors get."""
     seconds = breakdown.part_ns / 1e9
     total = (timeline.end_ns - timeline.begin_ns) / 1e9
@@ -180,10 +182,26 @@ def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> Ra
         data_wait_seconds=seconds[Part.DATA_WAIT],
         optimizer_seconds=seconds[Part.OPTIMIZER],
         checkpoint_seconds=seconds[Part.CHECKPOINT],
+        evaluation_seconds=np.maximum(
+            seconds[Part.EVALUATE] - _waited_in_evaluations(spans, wait_ns, timeline), 0.0
+        ),
         gc_seconds=seconds[Part.GC],
         host_seconds=host,
         overlapped_seconds=overlapped_seconds(spans, timeline),
     )
+
+
+def _waited_in_evaluations(spans: Spans, wait_ns: Ints, timeline: StepTimeline) -> Floats:
+    """Return the seconds for which each rank waited for others inside its evaluations."""
+    evaluating = spans.op == Op.EVALUATE
+    if not evaluating.any():
+        return np.zeros(len(timeline))
+    begin, end = timeline.span_begin, timeline.span_end
+    inside = one_of(spans.op, COMMUNICATION) & ((spans.flags & Flag.ASYNC) == 0)
+    inside &= begin < latest_end(begin[evaluating], end[evaluating], begin)
+    waited = np.bincount(timeline.owner[inside], wait_ns[inside], len(timeline))
+    seconds: Floats = waited / 1e9
+    return seconds
 
 
 def _claims(

@@ -40,6 +40,7 @@ class RankTimes:
     data_wait_seconds: Floats
     optimizer_seconds: Floats
     checkpoint_seconds: Floats
+    evaluation_seconds: Floats  # without waits for other ranks
     gc_seconds: Floats
     host_seconds: Floats
     overlapped_seconds: Floats

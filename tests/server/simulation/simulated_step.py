@@ -82,6 +82,7 @@ class SimulatedStep:
     after_seconds: float = 0.010  # optimizer and reduction
     gc: dict[int, float] = field(default_factory=dict)
     checkpoint: dict[int, float] = field(default_factory=dict)
+    evaluation: dict[int, float] = field(default_factory=dict)
 
     def play(self, step: int = 0, seed: int = 0) -> StepTiming:
         random = np.random.default_rng((seed, step))
@@ -194,9 +195,12 @@ class SimulatedStep:
         def given(values: dict[int, float]) -> Floats:
             return np.array([values.get(rank, 0.0) for rank in everyone.tolist()])
 
-        data, gc, checkpoint = map(given, (self.late_data, self.gc, self.checkpoint))
+        data, gc, checkpoint, evaluation = map(
+            given, (self.late_data, self.gc, self.checkpoint, self.evaluation)
+        )
         begin = START_NS + step * 10_000_000_000
-        total = float(ends.max()) + self.after_seconds + max(gc.max(), 0) + checkpoint.max()
+        total = float(ends.max()) + self.after_seconds + max(gc.max(), 0)
+        total += checkpoint.max() + evaluation.max()
         skew = np.array([self.skew_ns.get(stage, 0) for stage in range(len(ranks))])
         start = begin + np.repeat(skew, ranks.shape[1])
         return RankTimes(
@@ -212,6 +216,7 @@ class SimulatedStep:
             data_wait_seconds=data,
             optimizer_seconds=zero,
             checkpoint_seconds=checkpoint,
+            evaluation_seconds=evaluation,
             gc_seconds=gc,
             host_seconds=zero,
             overlapped_seconds=zero,

@@ -220,6 +220,7 @@ class TimedRun:
             data_wait_seconds=zero,
             optimizer_seconds=zero,
             checkpoint_seconds=zero,
+            evaluation_seconds=zero,
             gc_seconds=zero,
             host_seconds=self._host_seconds(ranks, own),
             overlapped_seconds=zero,

@@ -46,7 +46,7 @@ def parts_of(
         alone = ReplicaPhases(*(np.array([moment * MS]) for moment in phase_ms))
     waits = np.array(waits_ms or [0] * len(rows)) * MS
     breakdown = break_down(one, waits, timeline, alone, compute_rows(one, timeline))
-    times = rank_times(one, timeline, breakdown)
+    times = rank_times(one, waits, timeline, breakdown)
     return {
         name.removesuffix("_seconds"): float(getattr(times, name)[0])
         for name in times.__slots__
@@ -84,6 +84,13 @@ def test_checkpoints_and_evaluations_are_neither_compute_nor_communication():
         (Op.STEP, 0, 40),
     )
     assert (part["compute"], part["communication"], part["checkpoint"]) == (0.010, 0.0, 0.010)
+    assert part["evaluation"] == 0.020
+
+
+def test_a_rank_does_not_evaluate_while_it_waits_for_another():
+    rows = ((Op.EVALUATE, 20, 40), (Op.ALL_REDUCE, 25, 30), (Op.BARRIER, 1, 9), (Op.STEP, 0, 40))
+    part = parts_of(*rows, waits_ms=[0, 4, 7, 0])
+    assert part["evaluation"] == pytest.approx(0.016)
 
 
 def test_waiting_for_another_stage_is_the_bubble_only_within_the_pipeline_phase():

@@ -215,6 +215,7 @@ class PlayedRun:
             data_wait_seconds=np.stack(data).ravel(),
             optimizer_seconds=zeros + OPTIMIZER_SECONDS,
             checkpoint_seconds=zeros,
+            evaluation_seconds=zeros,
             gc_seconds=zeros,
             host_seconds=zeros,
             overlapped_seconds=zeros,
