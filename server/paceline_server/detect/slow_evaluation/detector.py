@@ -18,6 +18,7 @@ from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.host_load import cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import SLOW_EVALUATION, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, gain
@@ -88,7 +89,9 @@ class SlowEvaluationDetector(Detector):
         slow = np.array([self._is_slow(one) for one in newest])
         over = [rank for rank in self._active if not slow[:, rank].any()]
         new = [
-            rank for rank in np.flatnonzero(slow.all(axis=0)).tolist() if rank not in self._active
+            rank
+            for rank in np.flatnonzero(slow.all(axis=0)).tolist()
+            if rank not in self._active and self._is_certain(rank, newest, observation)
         ]
         findings = [
             cleared(
@@ -111,6 +114,15 @@ class SlowEvaluationDetector(Detector):
         slow: npt.NDArray[np.bool_] = extra >= least
         slow &= np.nan_to_num(one.seconds) >= self.settings.ratio * np.nan_to_num(one.peers)
         return slow
+
+    def _is_certain(
+        self, rank: int, newest: list[_EvaluationTimes], observation: Observation
+    ) -> bool:
+        """Return whether more is slow than a rank that waits for a CPU by chance."""
+        seconds = sum(float(one.seconds[rank]) for one in newest)
+        slowdown = seconds / sum(float(one.peers[rank]) for one in newest)
+        share = cpu_wait_share(observation, self.generation)
+        return slowdown >= largest_accident(share, seconds)
 
     def _report(self, rank: int, observation: Observation) -> Finding:
         count = self.settings.evaluations
