@@ -2,8 +2,8 @@
 
 Rings are read in order, so a rank's STEP span is the last record of its step. Exceptions are
 tolerated: repeated or reordered batches, a lost STEP span (the step closes without that rank once
-the rank is two steps ahead), records of closed steps (counted, dropped), and invalid step numbers
-(the number of open steps is bounded).
+the rank is two steps ahead), a rank without steps, records of closed steps (counted, dropped), and
+invalid step numbers (the number of open steps is bounded).
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from paceline_server.steps.columns import Bools, Ints, Spans, concatenate
 from paceline_wire.spans import Flag, Op
 
 MAXIMUM_OPEN_STEPS = 64
+# A rank that has ended no step when another has ended this many more has none, as a parameter
+# server: the steps are those of the others, until it ends one.
+STEPS_WITHOUT_A_RANK = 32
 # 2^17 spans of 104 bytes: a rank that records more in one step keeps its first ones.
 MAXIMUM_SPANS_PER_RANK = 1 << 17
 # Device spans are resolved at later step boundaries; at most this many later.
@@ -106,6 +109,8 @@ class Assembler:
     def _add_step(self, step: int, spans: Spans) -> None:
         if self._closed is not None and step <= self._closed:
             self.late_spans += len(spans)
+            late = spans.rank[spans.op == Op.STEP]
+            self._newest[late] = np.maximum(self._newest[late], step)
             return
         opened = self._open.get(step)
         if opened is None:
@@ -143,4 +148,6 @@ class Assembler:
     def _is_complete(self, step: int, ended: Bools) -> bool:
         newest = self._newest
         complete = (newest >= step + self._delay_steps) & (ended | (newest >= step + 2))
+        if self._closed is not None or int(newest.max()) >= step + STEPS_WITHOUT_A_RANK:
+            complete |= newest < 0
         return bool(complete.all())

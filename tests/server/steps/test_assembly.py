@@ -4,7 +4,12 @@ import random
 
 import numpy as np
 
-from paceline_server.steps.assembly import MAXIMUM_OPEN_STEPS, MAXIMUM_SPANS_PER_RANK, Assembler
+from paceline_server.steps.assembly import (
+    MAXIMUM_OPEN_STEPS,
+    MAXIMUM_SPANS_PER_RANK,
+    STEPS_WITHOUT_A_RANK,
+    Assembler,
+)
 from paceline_server.steps.columns import FIELDS, Spans, block, concatenate, decode
 from paceline_server.steps.peers import medians_of_others
 from paceline_wire.batch import SpanBlock
@@ -63,6 +68,24 @@ def test_a_step_closes_two_steps_later_without_a_rank_whose_end_was_lost():
         assembler.add(step_spans(rank, 4, 8))
     [(step, spans), *rest] = assembler.take_finished()
     assert (step, set(spans.rank.tolist()), [number for number, _ in rest]) == (2, {0}, [3, 4])
+
+
+def test_the_steps_of_the_others_close_without_a_rank_that_has_none():
+    assembler = Assembler(3)
+    last = STEPS_WITHOUT_A_RANK
+    for step in range(last):
+        assembler.add(concatenate([step_spans(rank, step, 2 * step) for rank in (1, 2)]))
+        assert finished(assembler) == []
+    for step in (last, last + 1):
+        assembler.add(step_spans(1, step, 2 * step))
+    assert finished(assembler) == list(range(last))  # then rank 2 is waited for
+    assembler.add(step_spans(2, last, 2 * last))
+    assert finished(assembler) == [last]
+    assembler.add(step_spans(0, last))  # its agent sends late: from now on it is waited for
+    assembler.add(step_spans(2, last + 1, 2 * last + 2))
+    assert finished(assembler) == []
+    assembler.add(step_spans(0, last + 1, 2))
+    assert finished(assembler) == [last + 1]
 
 
 def test_a_step_stays_open_until_its_device_spans_arrive():
