@@ -5,7 +5,8 @@
 - In a job that hangs or has failed, later findings are symptoms of that.
 - A finding that appears while an incident is being repaired is a symptom of it.
 - The end of ranks that hung is a consequence of the hang, unless it explains the hang.
-- A pipeline bubble next to a straggler is its symptom, and so is a straggler on the same node.
+- A pipeline bubble next to a straggler is its symptom, and so is slowness on the same node, unless
+  another rank became slow later or for another reason.
 - Findings of an earlier generation are ignored: their processes no longer exist.
 """
 
@@ -200,7 +201,24 @@ def _explains(incident: IncidentView, finding: Finding) -> bool:
         return True
     if len(faults) != 2:
         return False
-    return (main.node is not None and main.node == finding.node) or _is_end_of_link(main, finding)
+    return _is_of_one_node(main, finding) or _is_end_of_link(main, finding)
+
+
+def _is_of_one_node(one: Finding, later: Finding) -> bool:
+    """Return whether the node explains both: slowness of different ranks must have the same cause,
+    or be of one kind and have begun before the first one was detected."""
+    if one.node is None or one.node != later.node:
+        return False
+    if one.rank is None or later.rank is None or _ranks(one) & _ranks(later):
+        return True
+    if one.cause == later.cause != "unknown":
+        return True
+    began_together = (later.onset_step or 0) <= (one.step or 0)
+    return one.kind == later.kind and began_together
+
+
+def _ranks(finding: Finding) -> set[int | None]:
+    return {finding.rank, *finding.ranks}
 
 
 def _is_end_of_link(one: Finding, other: Finding) -> bool:
@@ -248,6 +266,8 @@ def _clear(draft: Draft, incident: IncidentView, finding: Finding) -> None:
 def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
     before = next(known for known in _findings(incident) if _key(known) == _key(finding))
     if not before.cleared and _is_weaker(finding, before):
+        if finding.cause == before.cause and kind_of(finding.kind).effect == "slow":
+            _refresh(draft, incident, before, finding)  # it costs less than before
         return
     if not before.cleared and not _is_news(finding, before):
         _refresh(draft, incident, before, finding)

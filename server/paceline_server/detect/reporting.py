@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis
@@ -13,6 +15,9 @@ from paceline_server.whatif.online import RunReplay
 NOTABLE_LIKELIHOOD = 0.1
 # shortest interval between reports of new evidence for the same verdict
 REFRESH_NS = 10_000_000_000
+STEPS_BETWEEN_UPDATES = 10  # steps between two measurements of a reported problem
+_NOTABLE_COST_CHANGE = 0.05  # share of the step time
+_AGREEING_COSTS = 3  # measurements in a row
 
 
 def gain(cost_ratio: float) -> float:
@@ -58,6 +63,34 @@ def because(diagnosis: Diagnosis) -> str:
 def is_alike(value: float | None, before: float | None, tolerance: float) -> bool:
     """Return whether a value changed by no more than a share of its previous value."""
     return value is not None and before is not None and abs(value - before) <= tolerance * before
+
+
+@dataclass(slots=True)
+class CostChange:
+    """Newest measurements of what a reported problem costs.
+
+    The cost changes although the problem does not when another rank becomes as slow: then a repair
+    of this one alone gains little.
+    """
+
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_AGREEING_COSTS))
+    _measured_ns: int = 0
+
+    def is_notable(self, reported: Finding, now: Finding) -> bool:
+        """Add the cost as it is now; return whether all recent ones differ from that reported."""
+        if reported.cost_ratio is None or now.cost_ratio is None:
+            return False
+        if now.detected_ns == self._measured_ns:
+            return False  # the replay is the same within a tick
+        self._measured_ns = now.detected_ns
+        self._recent.append(now.cost_ratio - reported.cost_ratio)
+        if len(self._recent) < _AGREEING_COSTS:
+            return False
+        least, most = min(self._recent), max(self._recent)
+        if least < _NOTABLE_COST_CHANGE and most > -_NOTABLE_COST_CHANGE:
+            return False
+        self._recent.clear()
+        return True
 
 
 def is_new_verdict(

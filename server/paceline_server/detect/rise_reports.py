@@ -7,18 +7,16 @@ report the rises in them, once they have lasted for `LEAST_SECONDS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis
 from paceline_server.detect.finding import Finding, cleared
 from paceline_server.detect.observation import Observation
-from paceline_server.detect.reporting import is_new_verdict
+from paceline_server.detect.reporting import STEPS_BETWEEN_UPDATES, CostChange, is_new_verdict
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
-
-STEPS_BETWEEN_UPDATES = 10
 
 
 @dataclass(slots=True)
@@ -32,6 +30,7 @@ class ReportedRise:
     rise: Rise
     onset_ns: int
     finding: Finding
+    cost: CostChange = field(default_factory=CostChange, kw_only=True)
 
     @property
     def is_reported(self) -> bool:
@@ -115,7 +114,6 @@ class RiseReports(ABC, Generic[Reported]):
             self.measure_again(reported)
         elif before.cause != UNKNOWN or step == before.step:
             return []
-        # The replay is used only for reported rises, because it costs more than the rest of a step.
         slowdown = self.slowdown(reported)
         diagnosis = self.diagnose(reported, slowdown, observation)
         size_is_alike = self.is_alike(reported, slowdown)
@@ -123,4 +121,10 @@ class RiseReports(ABC, Generic[Reported]):
             before, diagnosis, observation.now_ns, size_is_alike=size_is_alike, is_due=is_due
         ):
             return [self.report(reported, observation)]
+        # The replay costs more than the rest of a step, so that it is not used in each.
+        if is_due and step % STEPS_BETWEEN_UPDATES == 0 and diagnosis.cause == before.cause:
+            now = self.describe(reported, observation)
+            if reported.cost.is_notable(before, now):
+                reported.finding = now
+                return [now]
         return []

@@ -116,6 +116,26 @@ def test_a_cleared_finding_resolves_its_incident_and_withdraws_the_proposal(
     assert world.generation == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "incidents"),
+    [
+        ({"rank": 3, "kind": "slow_data", "cause": "slow data loading"}, 2),
+        ({"rank": 3, "cause": "unknown", "onset_step": 10_000}, 2),
+        ({"rank": 3, "cause": "unknown", "onset_step": 1}, 1),  # began together
+        ({"rank": 3, "onset_step": 10_000}, 1),  # the same cause
+        ({"rank": 2, "kind": "slow_data", "cause": "slow data loading"}, 1),
+        ({"rank": None, "cause": "unknown", "fingerprint": "straggler:node:node-1"}, 1),
+    ],
+)
+def test_slowness_of_one_node_is_one_incident_unless_it_is_of_ranks_for_different_reasons(
+    world: World, changes: dict[str, object], incidents: int
+) -> None:
+    world.policy = Policy(mode="observe")
+    world.tick((world.finding(),))
+    world.tick((world.finding(**changes),))  # type: ignore[arg-type]
+    assert len(world.open_incidents()) == incidents
+
+
 def test_an_incident_is_resolved_only_when_every_symptom_is(world: World) -> None:
     world.policy = Policy(mode="observe")
     world.tick((world.finding(), world.finding(rank=3)))

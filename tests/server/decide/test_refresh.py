@@ -47,9 +47,21 @@ def test_the_same_evidence_again_changes_nothing(world):
 
 
 def test_a_weaker_finding_does_not_replace_a_stronger_one(world):
+    before = world.open_incidents()
     weaker = replace(world.finding(**LATER), cause="unknown", suspects_node=False)
     assert world.tick((weaker,)).incidents == []
-    assert world.tick((replace(weaker, cause="thermal throttle", severity="info"),)).incidents == []
+    assert world.open_incidents() == before
+
+
+def test_a_smaller_cost_of_the_same_problem_is_shown_without_a_lower_severity(world):
+    [before] = world.open_incidents()
+    milder = world.finding(severity="info", cost_ratio=0.0, speedup=1.0, summary="It costs 0%.")
+    decision = world.tick((milder,))
+    [after] = decision.incidents
+    assert (after.finding.cost_ratio, after.finding.summary) == (0.0, "It costs 0%.")
+    assert after.finding.severity == before.finding.severity
+    assert (decision.actions, decision.audit) == ([], [])
+    assert incident_alert("job-1", "job", before, after) is None
 
 
 def test_a_symptom_is_refreshed_in_place(world):

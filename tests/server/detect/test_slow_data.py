@@ -48,13 +48,13 @@ def a_job(topology=None):
 
 @pytest.mark.parametrize("extra", [0.06, 0.2])
 def test_a_wait_of_a_tenth_of_a_step_is_found_with_its_true_cost(extra):
-    job = a_job()
+    job = a_job(Topology(8, 1, 1))
     watched = Watched(SlowDataDetector, job.topology)
     watched.show(played(job, 20))
     late = {**job.late_data, 2: extra}
     [found] = watched.show(played(job, 5, 20, late_data=late))
     assert (found.rank, found.onset_step) == (2, 20)
-    assert found.cost_ratio == pytest.approx(extra / (0.54 + 0.01 + extra), rel=0.2)
+    assert found.cost_ratio == pytest.approx(extra / (0.48 + 0.01 + extra), rel=0.2)
     assert "costs" in found.summary
     assert "fixing it gives" in found.summary
 
@@ -107,12 +107,34 @@ def test_one_long_read_is_no_finding():
     assert watched.findings == []
 
 
-def test_data_that_is_late_for_all_ranks_blames_the_storage():
+def test_late_data_costs_little_once_another_rank_is_as_slow():
+    """The wait of 0.4 s of rank 2 holds up a job of which another rank now computes 0.38 s more."""
+    job = a_job(Topology(4, 1, 1))
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 20))
+    late = {**job.late_data, 2: 0.4}
+    [before] = watched.show(played(job, 20, 20, late_data=late))
+    assert before.speedup == pytest.approx(0.89 / 0.49, rel=0.05)
+    slow = {0: 1.0 + 0.38 / 0.48}
+    [after] = watched.show(played(job, 45, 40, late_data=late, slow=slow))
+    assert after.fingerprint == before.fingerprint
+    assert not after.cleared
+    assert (before.speedup, after.speedup) == (
+        pytest.approx(1.8, abs=0.1),
+        pytest.approx(1.02, abs=0.04),
+    )
+    assert after.cost_ratio == pytest.approx(1.0 - 1.0 / after.speedup)
+    [again] = watched.show(played(job, 45, 85, late_data=late))
+    assert again.speedup == pytest.approx(before.speedup, rel=0.05)
+
+
+def test_late_data_of_all_ranks_names_no_cause_that_nothing_measured():
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)
     watched.show(played(job, 20))
     [found] = watched.show(played(job, 6, 20, late_data=dict.fromkeys(range(8), 0.2)))
-    assert (found.rank, found.node, found.cause) == (None, None, "slow storage")
+    assert (found.rank, found.node, found.cause) == (None, None, "slow data loading")
+    assert "because of" not in found.summary
     assert not found.suspects_node
 
 

@@ -182,6 +182,27 @@ def test_a_second_straggler_is_found_beside_the_first():
     assert [one.rank for one in run.advance(8)] == [0]
 
 
+def test_the_cost_of_a_straggler_is_measured_again_when_another_rank_becomes_as_slow():
+    topology = Topology(4, 1, 1)
+    job = SimulatedStep(topology, one_forward_one_backward(1, 8), jitter=0.02)
+    watched = Watched(StragglerDetector, topology)
+
+    def show(first, last, **slow):
+        slow = {int(name[1:]): ratio for name, ratio in slow.items()}
+        return watched.show(
+            dataclasses.replace(job, slow=slow).play(step) for step in range(first, last)
+        )
+
+    assert show(0, 40) == []
+    [found] = show(40, 60, r2=1.5)
+    assert found.cost_ratio == pytest.approx(0.33, abs=0.03)
+    later = show(60, 120, r2=1.5, r0=1.48)
+    assert [one.rank for one in later] == [0, 2]
+    assert later[-1].cost_ratio < 0.03
+    [alone] = [one for one in show(120, 180, r2=1.5) if one.rank == 2]
+    assert alone.cost_ratio == pytest.approx(0.33, abs=0.03)
+
+
 def test_a_node_that_is_slow_as_a_whole_is_named_once():
     run = watched(Topology(4, 2, 2), 10, ranks_per_node=4)
     run.advance(40)

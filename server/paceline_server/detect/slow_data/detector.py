@@ -9,7 +9,7 @@ that loads more than others nor storage that is slow for all is blamed on a rank
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -22,7 +22,14 @@ from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.host_load import cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import SLOW_DATA, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.reporting import cost_text, gain, speedup_without
+from paceline_server.detect.reporting import (
+    STEPS_BETWEEN_UPDATES,
+    CostChange,
+    cost_of,
+    cost_text,
+    gain,
+    speedup_without,
+)
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
 from paceline_server.policy import Policy
@@ -34,7 +41,6 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 CAUSE = "slow data loading"
-CAUSE_FOR_ALL = "slow storage"
 ALL = -1  # in lists of ranks: stands for all ranks
 PAST_STEPS = 32
 STEPS_BETWEEN_MEDIANS = 4
@@ -48,6 +54,7 @@ class _LateData:
     onset_ns: int
     least_seconds: float
     finding: Finding | None = None  # None: it has not lasted long enough to be reported
+    cost: CostChange = field(default_factory=CostChange)
     quiet_steps: int = 0
 
     @property
@@ -164,7 +171,22 @@ class SlowDataDetector(Detector):
                 self._started_ns[first],
                 LEAST_SECONDS if is_steady else settings.recurring_seconds,
             )
-        return findings + self._report_lasting(observation)
+        return findings + self._changed_costs(observation) + self._report_lasting(observation)
+
+    def _changed_costs(self, observation: Observation) -> list[Finding]:
+        """Return the reported findings that cost more or less than when they were reported."""
+        findings: list[Finding] = []
+        if self._steps[-1] % STEPS_BETWEEN_UPDATES:
+            return findings
+        for fingerprint, active in self._active.items():
+            before = active.finding
+            if before is None or not self._excess[-1, active.ranks[0]] > 0:
+                continue
+            now = self._finding(fingerprint, active, observation)
+            if now.cause == before.cause and active.cost.is_notable(before, now):
+                active.finding = now
+                findings.append(now)
+        return findings
 
     def _report_lasting(self, observation: Observation) -> list[Finding]:
         """Return the findings on waits that have lasted long enough now."""
@@ -182,7 +204,7 @@ class SlowDataDetector(Detector):
                 cpu_wait_share(observation, self.generation, ranks) or 0.0
                 for ranks in (None, active.ranks)
             ]
-            if gain(finding.cost_ratio or 0.0) >= largest_accident(max(shares), seconds):
+            if (finding.slowdown or 1.0) >= largest_accident(max(shares), seconds):
                 active.finding = finding
                 findings.append(finding)
         return findings
@@ -244,6 +266,11 @@ class SlowDataDetector(Detector):
     def _subject(self, rank: int | None) -> str:
         return "Every rank" if rank is None else self.generation.subject(rank)
 
+    def _only_node(self) -> str | None:
+        """Return the node that holds all ranks; None if there are several."""
+        nodes = set(self.generation.nodes.values())
+        return nodes.pop() if len(nodes) == 1 else None
+
     def _finding(self, fingerprint: str, active: _LateData, observation: Observation) -> Finding:
         ranks, onset = active.ranks, active.onset_step
         steps = sum(step >= onset for step in self._steps)
@@ -252,10 +279,14 @@ class SlowDataDetector(Detector):
         waited = float(np.median(waits[slow]))
         share = float(excess[slow[0] :].mean())
         waiting = list(range(self._stage.size)) if ranks == [ALL] else ranks
-        cost = min(share, 1.0)
         rank = None if ranks == [ALL] else ranks[0]
-        seconds = waited * slow.size / (len(excess) - int(slow[0]))
-        speedup = speedup_without(observation.replay, dict.fromkeys(waiting, seconds), cost, onset)
+        normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
+        seconds = max(waited - normal, 0.0) * slow.size / (len(excess) - int(slow[0]))
+        late = dict.fromkeys(waiting, seconds)
+        speedup = speedup_without(observation.replay, late, min(share, 1.0), onset)
+        # A rank that is late while another one is slow holds up the job for less than its wait.
+        cost = min(share, cost_of(speedup) or 0.0)
+        slowdown = gain(min(share, 1.0))
         diagnosis = diagnose(
             rank,
             active.onset_ns,
@@ -263,14 +294,12 @@ class SlowDataDetector(Detector):
             observation,
             self.generation,
             kind="slow_data",
-            slowdown=gain(cost),
+            slowdown=slowdown,
+            node=self.generation.node(rank) if rank is not None else self._only_node(),
         )
-        cause = CAUSE_FOR_ALL if rank is None else CAUSE
-        if diagnosis.cause != UNKNOWN:
-            cause = diagnosis.cause
+        cause = CAUSE if diagnosis.cause == UNKNOWN else diagnosis.cause
         how_often = "per step" if 2 * slow.size > len(excess) else "in some steps"
         reason = "" if cause == CAUSE else f", because of {cause}"
-        normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
         whom = "before" if rank is None else "for its peers and before"
         return self.finding(
             fingerprint,
@@ -284,7 +313,7 @@ class SlowDataDetector(Detector):
             ranks=sorted(ranks) if len(ranks) > 1 else [],
             onset_step=onset,
             step=self._steps[-1],
-            slowdown=gain(cost),
+            slowdown=slowdown,
             cost_ratio=cost,
             speedup=speedup,
             persistence="persistent",
