@@ -23,6 +23,7 @@ from paceline_server.detect.observation import (
     ReportedDeviceEvent,
     ReportedExit,
 )
+from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.reporting import cost_of
 from paceline_server.detect.telemetry import Telemetry
@@ -374,11 +375,38 @@ class RunningGeneration:
         cost = min((known for known in costs if known is not None), default=None)
         if cost is None or kind_of(finding.kind).effect != "slow":
             return finding
+        hidden = self._cost_beside_others(finding)
+        if hidden is not None and hidden[0] >= max(_CRITICAL_COST, cost):
+            cost, note = hidden
+            finding = replace_fields(finding, summary=f"{finding.summary} {note}")
         if cost < self._policy.notable_cost_share:
             return replace_fields(finding, severity="info")
         if cost < _CRITICAL_COST and finding.severity == "critical":
             return replace_fields(finding, severity="warning")
         return finding
+
+    def _cost_beside_others(self, finding: Finding) -> tuple[float, str] | None:
+        """Return the share of step time that a repair saves if the other slow ranks are repaired
+        too, beyond what those alone save, and the sentence that reports it.
+
+        Ranks that are about equally slow hide each other: the repair of only one gains nothing.
+        """
+        own = set(_stragglers([finding]))
+        others = set(
+            _stragglers(
+                other
+                for other in self._active_findings.values()
+                if other.persistence == "persistent" and other.fingerprint != finding.fingerprint
+            )
+        )
+        if finding.cleared or not own or not others - own:
+            return None
+        together = self._replay.speedup(ranks=own | others)
+        saved, saved_by_others = cost_of(together), cost_of(self._replay.speedup(ranks=others))
+        if saved is None or saved_by_others is None:
+            return None
+        note = f"With {ranks_text(others - own)} fixed as well, it gives {together:.2f}x."
+        return saved - saved_by_others, note
 
     def step_seconds(self) -> float | None:
         """Return the median of the recent steps."""

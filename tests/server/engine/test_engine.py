@@ -63,6 +63,21 @@ def test_severity_is_that_of_what_a_repair_would_gain(cost_ratio, speedup, sever
     assert job.engine._running._weighed(costs).severity == severity
 
 
+def test_a_slow_rank_that_another_one_hides_is_no_mere_information():
+    job = SimulatedJob(Topology(4, 1, 1))
+    job.advance(20)
+    job.faults.slow_data = {2: 0.4}
+    job.advance(12)
+    [first] = [one for one in job.findings if one.kind == "slow_data"]
+    assert "fixed as well" not in first.summary
+    job.faults.slow = {0: 1.8}
+    job.advance(12)
+    [hidden] = [one for one in job.findings if one.kind == "straggler"]
+    assert (hidden.rank, hidden.severity) == (0, "critical")
+    assert hidden.cost_ratio < 0.05
+    assert "With rank 2 fixed as well, it gives 1.8" in hidden.summary
+
+
 def test_a_step_comes_out_with_all_its_parts():
     job = SimulatedJob(jitter=0.0)
     summary = steps(job.advance(2))[0]
