@@ -35,7 +35,9 @@ def blocking_collectives() -> None:
     dist.all_gather([torch.zeros(FLOATS), torch.zeros(FLOATS)], tensor)
     dist.all_gather_into_tensor(torch.zeros(2 * FLOATS), tensor)
     dist.reduce_scatter_tensor(torch.zeros(FLOATS), torch.zeros(2 * FLOATS))
-    dist.all_to_all_single(torch.zeros(FLOATS), tensor)
+    share = (1 + 2 * rank) * FLOATS // 4  # rank 1 receives three times as much
+    splits = [share, share], [FLOATS // 4, 3 * FLOATS // 4]
+    dist.all_to_all_single(torch.zeros(2 * share), tensor, *splits)
     dist.reduce(tensor, dst=0)
     dist.gather(tensor, [torch.zeros(FLOATS)] * 2 if rank == 0 else None, dst=0)
     dist.scatter(tensor, [torch.zeros(FLOATS)] * 2 if rank == 0 else None, src=0)

@@ -62,6 +62,7 @@ SLOW_DATA = _row(
 SLOW_LINK = _row(Kind("slow_link", "warning", "slow", restartable=True, explains=_BUBBLE))
 STAGE_IMBALANCE = _row(Kind("stage_imbalance", "info", "slow"))
 SEQUENCE_VARIANCE = _row(Kind("sequence_variance", "info", "slow", explains=_BUBBLE))
+ROUTING_IMBALANCE = _row(Kind("routing_imbalance", "info", "slow", explains=_BUBBLE))
 GC = _row(Kind("gc", "info", "slow", explains=_BUBBLE))
 CHECKPOINT_STALL = _row(Kind("checkpoint_stall", "warning", "slow"))
 SLOW_EVALUATION = _row(Kind("slow_evaluation", "warning", "slow", names_ranks=True))

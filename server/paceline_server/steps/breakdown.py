@@ -149,9 +149,9 @@ def _break_down_some(
 
 
 def rank_times(
-    spans: Spans, wait_ns: Ints, timeline: StepTimeline, breakdown: Breakdown
+    spans: Spans, wait_ns: Ints, timeline: StepTimeline, breakdown: Breakdown, routed: Ints
 ) -> RankTimes:
-    """Return the parts in the form that users and detectors get."""
+    """Return the parts in the form that users and detectors get; `routed` as in `waits`."""
     seconds = breakdown.part_ns / 1e9
     total = (timeline.end_ns - timeline.begin_ns) / 1e9
     rows = np.flatnonzero(one_of(spans.op, COMPUTE | {int(Op.OPTIMIZER)}))
@@ -188,6 +188,9 @@ def rank_times(
         gc_seconds=seconds[Part.GC],
         host_seconds=host,
         overlapped_seconds=overlapped_seconds(spans, timeline),
+        routed_bytes=np.bincount(timeline.owner[routed], spans.bytes[routed], len(timeline)).astype(
+            np.int64
+        ),
     )
 
 

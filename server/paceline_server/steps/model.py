@@ -117,7 +117,7 @@ class StepModel:
         phases = ReplicaPhases.of(spans, timeline, compute, grid)
         met = communication(spans, self.groups)
         painted = break_down(spans, met.wait_ns, timeline, phases, compute)
-        times = rank_times(spans, met.wait_ns, timeline, painted)
+        times = rank_times(spans, met.wait_ns, timeline, painted, met.routed)
         group = peer_groups(timeline.ranks, grid, spans.rank[compute], spans.bytes[compute])
         slowdown = slowdowns(times.self_seconds, group)
         started_ns, ended_ns = _extent(timeline)

@@ -26,6 +26,8 @@ class RankTimes:
     and of the optimizer; 0 where that may be a wait (timed on a device, or no wait was recorded).
     Without such marks, `self_seconds` contains both: compute and, unless it is timed on a device,
     the optimizer.
+    `routed_bytes`: received in all-to-alls of which ranks received different sizes, such as tokens
+    for experts; 0 without them.
     """
 
     rank: Ints
@@ -44,6 +46,7 @@ class RankTimes:
     gc_seconds: Floats
     host_seconds: Floats
     overlapped_seconds: Floats
+    routed_bytes: Ints
 
 
 @dataclass(frozen=True, slots=True)

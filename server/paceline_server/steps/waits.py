@@ -15,7 +15,7 @@ import numpy as np
 from paceline_server.steps.columns import CHUNK, Bools, Ints, Spans, one_of
 from paceline_server.steps.groups import UNKNOWN, Groups
 from paceline_server.steps.timing import CollectiveTimes, Floats, TransferTimes
-from paceline_wire.spans import COLLECTIVE_OPS, RECEIVE_OPS, TRANSFER_OPS, Flag
+from paceline_wire.spans import COLLECTIVE_OPS, RECEIVE_OPS, TRANSFER_OPS, Flag, Op
 
 COLLECTIVES = frozenset(int(op) for op in COLLECTIVE_OPS)
 TRANSFERS = frozenset(int(op) for op in TRANSFER_OPS)
@@ -29,10 +29,12 @@ class CommunicationTimes:
 
     `wait_ns`, per span: nanoseconds from its start until the last participant arrived. Zero for
     spans that are not communication and for collectives that cannot be matched; the whole duration
-    for a receive whose send was not recorded.
+    for a receive whose send was not recorded. `routed`: spans of all-to-alls in which ranks
+    received different sizes.
     """
 
     wait_ns: Ints
+    routed: Ints
     collectives: CollectiveTimes
     transfers: TransferTimes
 
@@ -40,13 +42,13 @@ class CommunicationTimes:
 def communication(spans: Spans, groups: Groups) -> CommunicationTimes:
     """Match the collectives and transfers of one step. `spans` must be sorted by rank."""
     wait_ns = np.zeros(len(spans), dtype=np.int64)
-    collectives = _collectives(spans, groups, wait_ns)
+    collectives, routed = _collectives(spans, groups, wait_ns)
     transfers = _transfers(spans, wait_ns)
-    return CommunicationTimes(wait_ns, collectives, transfers)
+    return CommunicationTimes(wait_ns, routed, collectives, transfers)
 
 
-def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> CollectiveTimes:
-    """Match the collectives; also fill in `wait_ns`."""
+def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> tuple[CollectiveTimes, Ints]:
+    """Match the collectives; also fill in `wait_ns`, and return the spans of uneven all-to-alls."""
     where = np.flatnonzero(one_of(spans.op, COLLECTIVES) & (spans.sequence > 0))
     key = groups.keys(spans.rank[where], spans.group[where])
     known = key != UNKNOWN
@@ -57,7 +59,7 @@ def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> CollectiveTimes
     first = _firsts((key[1:] != key[:-1]) | (sequence[1:] != sequence[:-1]), where.size)
     if not first.size:
         none, no_time = np.empty(0, dtype=np.int64), np.empty(0)
-        return CollectiveTimes(none, none, none, none, none, none, no_time, no_time)
+        return CollectiveTimes(none, none, none, none, none, none, no_time, no_time), none
     # WAIT spans are only the host's share of an async call, not its duration.
     whole = (spans.flags[where] & Flag.WAIT) == 0
     duration = spans.duration_ns[where]
@@ -72,7 +74,7 @@ def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> CollectiveTimes
     size = np.maximum.reduceat(spans.bytes[where], first)
     rank = np.where(whole & (duration == transfer), spans.rank[where], _LONGEST)
     last = np.minimum.reduceat(rank, first)
-    return CollectiveTimes(
+    times = CollectiveTimes(
         group=key[first][matched],
         op=spans.op[where][first][matched],
         sequence=sequence[first][matched],
@@ -82,6 +84,9 @@ def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> CollectiveTimes
         transfer_seconds=shortest[matched] / 1e9,
         spread_seconds=(longest - shortest)[matched] / 1e9,
     )
+    smallest = np.minimum.reduceat(spans.bytes[where], first)
+    uneven = matched & (spans.op[where][first] == Op.ALL_TO_ALL) & (smallest < size)
+    return times, where[np.repeat(uneven, sizes) & whole]
 
 
 class _End:

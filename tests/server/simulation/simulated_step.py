@@ -220,4 +220,5 @@ class SimulatedStep:
             gc_seconds=gc,
             host_seconds=zero,
             overlapped_seconds=zero,
+            routed_bytes=np.zeros_like(everyone),
         )

@@ -224,6 +224,7 @@ class TimedRun:
             gc_seconds=zero,
             host_seconds=self._host_seconds(ranks, own),
             overlapped_seconds=zero,
+            routed_bytes=np.zeros_like(ranks),
         )
 
     def _host_seconds(self, ranks: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from paceline_server.steps.timeline import StepTimeline
 from paceline_wire.spans import Flag, Op
 
 MS = 1_000_000
+NONE = np.empty(0, dtype=np.int64)
 
 
 def spans(*rows: tuple[int, int, int], flags: int = 0, chunk: int = 0) -> Spans:
@@ -46,7 +47,7 @@ def parts_of(
         alone = ReplicaPhases(*(np.array([moment * MS]) for moment in phase_ms))
     waits = np.array(waits_ms or [0] * len(rows)) * MS
     breakdown = break_down(one, waits, timeline, alone, compute_rows(one, timeline))
-    times = rank_times(one, waits, timeline, breakdown)
+    times = rank_times(one, waits, timeline, breakdown, NONE)
     return {
         name.removesuffix("_seconds"): float(getattr(times, name)[0])
         for name in times.__slots__

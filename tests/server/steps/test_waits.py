@@ -64,6 +64,22 @@ def test_the_last_rank_to_arrive_does_not_wait_whatever_the_clocks_say():
     assert (waits[0].tolist(), waits[1].tolist()) == ([30], [0])
 
 
+def test_all_to_alls_of_which_ranks_receive_different_sizes_are_routed():
+    routed, even = ({"op": Op.ALL_TO_ALL, "sequence": at, "duration": 9} for at in (1, 2))
+    reduced = {"op": Op.ALL_REDUCE, "sequence": 3, "duration": 9}
+    ranks = {
+        rank: spans(
+            {**routed, "bytes": size, "flags": Flag.ASYNC},
+            {**routed, "bytes": size, "flags": Flag.WAIT},
+            {**even, "bytes": 50},
+            {**reduced, "bytes": size},
+        )
+        for rank, size in enumerate((10, 90))
+    }
+    found = met(ranks, groups(0, 0)).routed
+    assert of_all(ranks).bytes[found].tolist() == [10, 90]
+
+
 def test_groups_of_the_same_name_with_other_members_are_not_mixed():
     known = groups(1, 1)
     for rank in (2, 3):

@@ -219,6 +219,7 @@ class PlayedRun:
             gc_seconds=zeros,
             host_seconds=zeros,
             overlapped_seconds=zeros,
+            routed_bytes=np.zeros_like(world),
         )
         groups, collectives = self._collectives()
         return StepTiming(

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from paceline_wire.spans import Op
 
 # Operator: (op, position of the argument whose size is the payload: the larger side, as in
-# nccl-tests). The tensor of a barrier carries no data.
+# nccl-tests). That of an all-to-all is what the rank receives, which is its share of the work if a
+# model routes tokens to it. The tensor of a barrier carries no data.
 OPERATORS: Mapping[str, tuple[Op, int | None]] = {
     "allreduce_": (Op.ALL_REDUCE, 0),
     "allreduce_coalesced_": (Op.ALL_REDUCE, 0),
@@ -26,8 +27,8 @@ OPERATORS: Mapping[str, tuple[Op, int | None]] = {
     "broadcast_": (Op.BROADCAST, 0),
     "barrier": (Op.BARRIER, None),
     "monitored_barrier_": (Op.BARRIER, None),
-    "alltoall_": (Op.ALL_TO_ALL, 1),
-    "alltoall_base_": (Op.ALL_TO_ALL, 1),
+    "alltoall_": (Op.ALL_TO_ALL, 0),
+    "alltoall_base_": (Op.ALL_TO_ALL, 0),
     "reduce_": (Op.REDUCE, 0),
     "gather_": (Op.GATHER, 1),
     "gather_into_tensor_": (Op.GATHER, 1),

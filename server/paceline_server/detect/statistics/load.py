@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.statistics.lengths import ExpectedCompute
 from paceline_server.steps.breakdown import is_marked
-from paceline_server.steps.timing import ComputeTimes, StepTiming
+from paceline_server.steps.timing import ComputeTimes, RankTimes, StepTiming
 from paceline_wire.topology import Topology
 
 Ints = npt.NDArray[np.int64]
@@ -45,9 +45,10 @@ class ComputeLoads:
     def __init__(self, topology: Topology) -> None:
         self._world = topology.world_size
         self._expected = ExpectedCompute(topology)
+        self._is_routed = False  # ranks received different sizes in an earlier step
 
     def measure(self, timing: StepTiming) -> ComputeLoad:
-        rows = _with_unhooked(timing, self._world)
+        rows = self._with_routing(_with_unhooked(timing, self._world), timing.ranks)
         self._expected.learn(rows)
         ratios = self._expected.ratios(rows)
         known = ratios > 0
@@ -60,6 +61,21 @@ class ComputeLoads:
         host = np.zeros(self._world)
         host[timing.ranks.rank] = timing.ranks.host_seconds
         return ComputeLoad(rank, ratios, total, np.where(some, measured, np.nan), host)
+
+    def _with_routing(self, rows: ComputeTimes, ranks: RankTimes) -> ComputeTimes:
+        """Return the rows with what their rank received as their length, if none is given.
+
+        A rank to which a model routes more, such as tokens for its experts, has more to do.
+        """
+        if rows.tokens.any():
+            return rows
+        if not ranks.routed_bytes.any():
+            # One step of even sizes among others would look like a step without work.
+            return rows.where(np.full(rows.rank.size, not self._is_routed))
+        self._is_routed = True
+        received = np.ones(self._world, dtype=np.int64)  # 0 would be unknown
+        received[ranks.rank] += ranks.routed_bytes
+        return replace(rows, tokens=received[rows.rank])
 
 
 def _with_unhooked(timing: StepTiming, world: int) -> ComputeTimes:
