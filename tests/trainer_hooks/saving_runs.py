@@ -1,7 +1,7 @@
 """Trainings that save by themselves and call nothing of Paceline but `init`.
 
 Prints a JSON object per scenario: the checkpoints as the ring shows them after each of 6 steps, the
-number of the first step, and where the checkpoints are.
+number of the first step, where the checkpoints are, and how many saves failed and why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline import hooks
-from paceline_wire.ring import RingReader
+from paceline_wire.ring import RingReader, StateView
 
 STEPS = 6
 directory = Path(sys.argv[1])
@@ -54,12 +54,16 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-def saved_step() -> int | None:
+def page() -> StateView:
     assert hooks._session is not None
     reader = RingReader(hooks._session.recorder.ring.path)
     view = reader.view()
     reader.close()
-    return view.saved_step
+    return view
+
+
+def saved_step() -> int | None:
+    return page().saved_step
 
 
 def complete() -> Training:
@@ -228,6 +232,46 @@ def failed() -> Training:
     return run
 
 
+class Unwritable:
+    """Fails in the middle of a save, when the file is open already."""
+
+    def __reduce__(self) -> Any:
+        raise OSError(28, "No space left on device")
+
+
+def overwritten() -> Training:
+    """A save that fails destroys the complete checkpoint at its path."""
+    run = Training()
+    for done in run.steps():
+        if done in (1, 2):
+            torch.save(run.state(), directory / f"overwritten-{'ab'[done - 1]}.pt")
+        elif done in (4, 6):
+            try:
+                place = directory / f"overwritten-{'ba'[done // 2 - 2]}.pt"
+                torch.save({**run.state(), "then": Unwritable()}, place)
+            except OSError:
+                continue
+            raise AssertionError
+    return run
+
+
+def renamed() -> Training:
+    """A save to a temporary file that fails leaves the complete checkpoint as it was."""
+    run = Training()
+    temporary = directory / "renamed.tmp"
+    for done in run.steps():
+        if done == 2:
+            torch.save(run.state(), temporary)
+            temporary.rename(directory / "renamed.pt")
+        elif done == 4:
+            try:
+                torch.save({**run.state(), "then": Unwritable()}, temporary)
+            except OSError:
+                continue
+            raise AssertionError
+    return run
+
+
 def resumed() -> Training:
     """The steps of a script that loads its checkpoint continue its count."""
     run = Training()
@@ -267,6 +311,8 @@ SCENARIOS: list[Callable[[], Training]] = [
     reported_by_the_script,
     saved_on_command,
     failed,
+    overwritten,
+    renamed,
     resumed,
     resumed_in_marked_steps,
 ]
@@ -281,6 +327,8 @@ if __name__ == "__main__":
         assert session is not None
         assert not session.recorder.failures, scenario.__name__
         path = session._described.get("checkpoint_path")
+        failures = [page().failed_saves, page().save_failure]
         paceline.finish()
         gc.collect()  # the next one has no optimizer but its own
-        print(json.dumps({"name": scenario.__name__, "seen": seen, "path": path}))
+        name = scenario.__name__
+        print(json.dumps({"name": name, "seen": seen, "path": path, "failures": failures}))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.saves import _reason
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
 from tests.trainer_hooks.conftest import rings_of_two_ranks, run_scenarios
@@ -70,6 +71,30 @@ def test_other_saves_are_no_checkpoints(runs: Runs, name: str) -> None:
     assert runs[name]["path"] is None
 
 
+def test_a_save_that_fails_is_reported_with_its_reason(runs: Runs) -> None:
+    count, reason = runs["failed"]["failures"]
+    assert count == 1
+    assert reason.startswith("RuntimeError: Parent directory ")
+    assert runs["overwritten"]["failures"] == [2, "OSError: [Errno 28] No space left on device"]
+    assert runs["complete"]["failures"] == [0, None]
+
+
+def test_a_checkpoint_that_a_failed_save_has_overwritten_is_withdrawn(runs: Runs) -> None:
+    assert runs["overwritten"]["seen"] == [1, 2, 2, 1, 1, 0]
+    assert runs["renamed"]["seen"] == [None, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "I/O error"), RuntimeError("unexpected pos 8 vs 4")])
+def test_a_write_that_fails_on_a_full_file_system_names_it(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "missing folder" / "step.pt")
+    assert _reason(error, path) == f"{type(error).__name__}: {error}"
+    monkeypatch.setattr("paceline.saves.FULL_BYTES", 1 << 80)
+    assert _reason(error, path) == f"No space left on device: {type(error).__name__}: {error}"
+    assert _reason(ValueError("bad"), path) == "ValueError: bad"
+
+
 def test_what_the_script_reports_itself_counts(runs: Runs) -> None:
     assert runs["reported_by_the_script"]["seen"] == [1, 2, 2, 2, 2, 2]
 
@@ -92,6 +117,7 @@ def test_saves_of_several_ranks_are_one_checkpoint_on_each_of_them(tmp_path: Pat
                 "failed asynchronously": 3,
                 "saved by each rank": 8,
             }
+            assert "no space left on device" in (reader.view().save_failure or "")
             descriptions = [each.metadata for each in reader.new_descriptions()]
             paths = [each["checkpoint_path"] for each in descriptions if "checkpoint_path" in each]
             assert paths == [str(tmp_path / "step-*"), str(tmp_path / "rank-*.pt")]

@@ -107,7 +107,10 @@ class Recorder(Writer):
         )
 
     def checkpoint_saved(self, step: int) -> None:
-        """Publish that the checkpoint after `step` completed steps is committed."""
+        """Publish that the checkpoint after `step` completed steps is committed.
+
+        0: there is none any more.
+        """
         self.state[STATE_SAVED_STEP] = int(step) + 1
 
     def checkpoint_failed(self, reason: str) -> None:

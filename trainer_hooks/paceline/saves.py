@@ -4,6 +4,9 @@ A script saves much else: metrics, samples, the weights for an evaluation. A sav
 checkpoint if it contains the state of an optimizer or, in a process that has never saved one, all
 parameters that train. This reads the structure and the shapes, which are on the host; no tensor is
 touched. If in doubt a save does not count: a repair that waits for a checkpoint then asks a person.
+
+A save that raises an error is a failed checkpoint. A complete one that it has overwritten is
+withdrawn.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from paceline.recorder import Recorder
 
 MOST_OBJECTS = 1 << 16  # that are searched in one save
 LONGEST_PATH = 300
+MOST_FILES = 1024  # number of files that are compared in one checkpoint
+MOST_COMPLETE = 8  # number of checkpoints that are compared
+FULL_BYTES = 1 << 20  # a file system with less free space is full
 MOST_PATHS = 4  # that are described, if the name of each checkpoint is another
 
 
@@ -32,6 +38,16 @@ class Save(NamedTuple):
     contents: Any
     path: Any  # or a file with a name
     takes_stateful: bool = False  # as torch.distributed.checkpoint does
+
+
+Files = tuple[tuple[str, int, int], ...]  # name, bytes and time of the last change
+_NO_SPACE = "No space left on device"
+_INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+class _Complete(NamedTuple):
+    step: int
+    files: Files
 
 
 class Saves:
@@ -46,14 +62,23 @@ class Saves:
         self._latest = ""
         self._contain_optimizers = False
         self._pending: Any = None  # future of the newest asynchronous save
+        self._complete: dict[str, _Complete] = {}  # by path
         self.count = 0  # checkpoints that were reported or recognized, complete or not
         self.are_reported = False  # the script or its framework reports its checkpoints itself
 
-    def saved(self, save: Save, optimizers: Iterable[Any], result: Any) -> None:
+    def overwritten(self, save: Save) -> str | None:
+        """Return the path of the complete checkpoint that a save is about to overwrite, if any."""
+        path = _path(save.path)
+        return path if path is not None and self._is_intact(path) else None
+
+    def saved(
+        self, save: Save, overwritten: str | None, optimizers: Iterable[Any], result: Any
+    ) -> None:
         """Report a save that has returned, if it is of a checkpoint.
 
         Args:
             save: the call.
+            overwritten: what `overwritten` returned before the call.
             optimizers: all optimizers of this process that are known.
             result: what the call returned; of an asynchronous one, the future of its completion.
         """
@@ -66,10 +91,28 @@ class Saves:
             return
         self.count += 1
         self.describe(save.path)
+        path = _path(save.path)
         if is_pending:
-            future.add_done_callback(partial(self._completed, step))
+            future.add_done_callback(partial(self._completed, step, path, overwritten))
         else:
-            self._recorder.checkpoint_saved(step)
+            self._succeeded(step, path)
+
+    def failed(
+        self, save: Save, overwritten: str | None, optimizers: Iterable[Any], error: BaseException
+    ) -> None:
+        """Report a save that has raised an error, if it was of a checkpoint.
+
+        Args:
+            save: the call.
+            overwritten: what `overwritten` returned before the call.
+            optimizers: all optimizers of this process that are known.
+            error: what it raised.
+        """
+        if self.are_reported or not self._loop.completed_steps():
+            return
+        if isinstance(error, _INTERRUPTS) or not self._is_checkpoint(save, optimizers):
+            return
+        self._failed(_path(save.path), overwritten, error)
 
     def forget_pending(self) -> None:
         """Have `wait` consider only the saves from now on."""
@@ -83,13 +126,37 @@ class Saves:
         except CancelledError:
             return False
 
-    def _completed(self, step: int, future: Any) -> None:
+    def _completed(self, step: int, path: str | None, overwritten: str | None, future: Any) -> None:
         """An asynchronous save has ended, in any thread."""
         try:
-            if future.exception() is None:
-                self._recorder.checkpoint_saved(step)
-        except Exception:
+            error = future.exception()
+            if error is None:
+                self._succeeded(step, path)
+            else:
+                self._failed(path, overwritten, error)
+        except (Exception, CancelledError):
             self._recorder.failures += 1
+
+    def _succeeded(self, step: int, path: str | None) -> None:
+        self._recorder.checkpoint_saved(step)
+        if path is not None:
+            self._complete.pop(path, None)
+            self._complete[path] = _Complete(step, _files(path))
+            if len(self._complete) > MOST_COMPLETE:
+                del self._complete[next(iter(self._complete))]
+
+    def _failed(self, path: str | None, overwritten: str | None, error: BaseException) -> None:
+        self._recorder.checkpoint_failed(_reason(error, path))
+        if overwritten is None or self._is_intact(overwritten):
+            return
+        self._complete.pop(overwritten, None)
+        left = [known.step for place, known in self._complete.items() if self._is_intact(place)]
+        self._recorder.checkpoint_saved(max(left, default=0))
+
+    def _is_intact(self, path: str) -> bool:
+        """Return whether the files at this path are those of a complete checkpoint."""
+        known = self._complete.get(path)
+        return known is not None and known.files == _files(path)
 
     def _is_checkpoint(self, save: Save, optimizers: Iterable[Any]) -> bool:
         shapes, has_optimizer = _contents(save)
@@ -109,11 +176,9 @@ class Saves:
 
     def describe(self, path: Any) -> None:
         """Publish where a checkpoint is: a path, or a file with a name."""
-        if not isinstance(path, str | os.PathLike):
-            path = getattr(path, "name", None)  # a file has one
-        if not isinstance(path, str | os.PathLike):
+        place = _path(path)
+        if place is None:
             return
-        place = os.path.abspath(os.fsdecode(path))
         shown = _pattern(place, parts=1)
         if shown != self._latest and _pattern(shown, parts=2) == _pattern(self._latest, parts=2):
             shown = _pattern(shown, parts=2)  # the folders have numbers
@@ -137,6 +202,52 @@ def completed_steps(optimizers: Iterable[Any]) -> int:
                 counts.append(int(count))
             break
     return max(counts)
+
+
+def _path(path: Any) -> str | None:
+    """Return the absolute path of a path, or of a file with a name."""
+    if not isinstance(path, str | os.PathLike):
+        path = getattr(path, "name", None)
+    if not isinstance(path, str | os.PathLike):
+        return None
+    return os.path.abspath(os.fsdecode(path))
+
+
+def _files(path: str) -> Files:
+    """Return name, size and time of the files at a path; empty if there are none."""
+    try:
+        if not os.path.isdir(path):
+            status = os.stat(path)
+            return (("", status.st_size, status.st_mtime_ns),)
+        with os.scandir(path) as entries:
+            found = [(each.name, each.stat()) for each in islice(entries, MOST_FILES)]
+    except OSError:
+        return ()
+    return tuple(sorted((name, status.st_size, status.st_mtime_ns) for name, status in found))
+
+
+def _reason(error: BaseException, path: str | None) -> str:
+    """Return why a save failed, in one line.
+
+    torch.distributed.checkpoint lists the tracebacks of all ranks. The zip file of `torch.save`
+    reports a write that failed as an unexpected position.
+    """
+    lines = [line for line in map(str.strip, str(error).splitlines()) if line]
+    has_traceback = any(line.startswith("Traceback") for line in lines)
+    text = lines[-1] if has_traceback else f"{type(error).__name__}: {' '.join(lines[:1])}"
+    is_write = has_traceback or isinstance(error, OSError | RuntimeError)
+    if is_write and path is not None and _NO_SPACE not in text and _is_full(path):
+        return f"{_NO_SPACE}: {text}"
+    return text
+
+
+def _is_full(path: str) -> bool:
+    """Return whether the file system of a path has no space left, or no inodes."""
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    status = os.statvfs(path)
+    has_inodes = status.f_favail > 0 or not status.f_files
+    return status.f_bavail * status.f_frsize < FULL_BYTES or not has_inodes
 
 
 def _pattern(path: str, *, parts: int) -> str:

@@ -366,16 +366,20 @@ class TorchEvents:
         if checkpoints.of_framework.start:
             return run()
         section = None if checkpoints.of_script.start else checkpoints.of_script
+        overwritten = self._report(saves.overwritten, save)
         self._is_saving = True
         if section is not None:
             self._report(section.__enter__)
         try:
             result = run()
+        except BaseException as error:
+            self._report(saves.failed, save, overwritten, self._optimizers, error)
+            raise
         finally:
             self._is_saving = False
             if section is not None and section.start:
                 self._report(section.__exit__, None, None, None)
-        self._report(saves.saved, save, self._optimizers, result)
+        self._report(saves.saved, save, overwritten, self._optimizers, result)
         return result
 
 

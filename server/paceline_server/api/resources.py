@@ -66,7 +66,7 @@ def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
         requested_topology=topology(row.spec.topology),
         mode=mode_in_effect(row.policy, row.can_checkpoint, shown.resumes, row.highest_step),
         can_checkpoint=row.can_checkpoint,
-        checkpoint_step=row.checkpoint_step,
+        checkpoint_step=row.checkpoint_step or None,  # 0: the only one was overwritten
         checkpoint_path=row.spec.metadata.get(CHECKPOINT_PATH),
         checkpoint_interval_steps=shown.checkpoint_interval_steps,
         checkpoint_advice=checkpoint_advice(shown, finite(row.step_seconds)),

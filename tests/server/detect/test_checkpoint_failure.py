@@ -137,3 +137,23 @@ def test_timed_checkpoints_stand_for_those_of_a_script_that_reports_none(every: 
     assert found.cause == "checkpoints stopped"
     (over,) = play(range(10 * every, 11 * every), {0: 0.2})
     assert over.cleared
+
+
+def test_a_checkpoint_that_a_failed_save_has_overwritten_no_longer_limits_the_loss() -> None:
+    training = Training()
+    assert training.run(35) == []
+    training.saved = 0
+    [found] = training.run(5, saves=False, reason=FULL)
+    assert found.summary.endswith(
+        "No complete checkpoint is known: a crash now would cost 40 steps."
+    )
+    [over] = training.run(10)
+    assert over.summary == "The checkpoint of step 50 is complete."
+
+
+@pytest.mark.parametrize("reason", ["ENOSPC", "OSError: disk full", "Quota exceeded", FULL])
+def test_reasons_that_name_full_storage_have_that_cause(reason: str) -> None:
+    training = Training()
+    training.run(15)
+    [found] = training.run(5, saves=False, reason=reason)
+    assert found.cause == "disk full"

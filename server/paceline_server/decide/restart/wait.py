@@ -54,7 +54,7 @@ def advance_wait(draft: Draft, action: ActionView) -> None:
         return  # the incident that stopped them is treated on its own
     progress = progress_of(action)
     newest = draft.view.checkpoint_step
-    if newest not in (None, progress.saved_before, progress.saved_step):
+    if newest and newest not in (progress.saved_before, progress.saved_step):
         progress = replace(progress, saved_step=newest)
         action = set_progress(draft, action, progress)
         detail = f"The script saved step {newest}. Stopping after one more step of all ranks."

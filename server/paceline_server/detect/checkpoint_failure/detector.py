@@ -8,6 +8,7 @@ newest complete checkpoint. Ranks report both with `paceline.checkpoint_saved` a
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from statistics import median
 from typing import ClassVar
@@ -26,7 +27,12 @@ from paceline_server.policy import Policy
 
 _FAILED = "checkpoint_failure"
 _MISSING = "checkpoint_failure:missing"
-_FULL = ("no space left", "errno 28", "disk quota", "errno 122")
+_FULL = re.compile(
+    r"no space left|enospc|errno 28\b|edquot|errno 122\b|disk quota|quota exceeded|quotaexceeded"
+    r"|(disk|filesystem|file system|volume|storage) (is )?full"
+    r"|(not enough|insufficient) (disk space|space|storage)",
+    re.IGNORECASE,
+)
 _INTERVALS = 8
 
 
@@ -45,7 +51,8 @@ class CheckpointFailureDetector(Detector):
         super().__init__(generation, policy)
         self.settings = settings
         self._step: int | None = None  # newest finished step
-        self._saved: int | None = None  # steps completed in the newest complete checkpoint
+        # Steps completed in the newest complete checkpoint; 0: it was overwritten.
+        self._saved: int | None = None
         self._timed: int | None = None  # newest step in which a rank timed a checkpoint
         self._intervals: deque[int] = deque(maxlen=_INTERVALS)  # in steps
         self._counted: dict[int, int] = {}  # by rank: failed saves
@@ -85,6 +92,9 @@ class CheckpointFailureDetector(Detector):
         newest = max(reported, default=None)
         if newest is None or newest == self._saved:
             return []
+        if self._saved is not None and newest < self._saved:  # a failed save has overwritten it
+            self._saved = newest
+            return []
         if self._saved is None:
             self._intervals.clear()  # these were of timed steps, which need not have been saved
         elif newest > self._saved:
@@ -112,7 +122,7 @@ class CheckpointFailureDetector(Detector):
         self._failures += max(new.values())
         rank = max(new, key=lambda reporter: new[reporter])
         reason = views[rank].save_failure or "no reason given"
-        is_full = any(word in reason.lower() for word in _FULL)
+        is_full = _FULL.search(reason) is not None
         count = self._failures
         which = "The last checkpoint" if count == 1 else f"The last {count} checkpoints"
         return self.finding(
@@ -134,7 +144,7 @@ class CheckpointFailureDetector(Detector):
     def _judge_missing(self, now_ns: int) -> Finding | None:
         """Return a finding if no checkpoint was saved for several usual intervals."""
         newest = self._saved if self._saved is not None else self._timed
-        if self._active or newest is None or self._step is None:
+        if self._active or not newest or self._step is None:
             return None
         if len(self._intervals) < self.settings.known_intervals:
             return None
@@ -162,7 +172,7 @@ class CheckpointFailureDetector(Detector):
         """Return what a crash would cost now."""
         if self._step is None:
             return "A crash now would lose all work since the newest complete checkpoint."
-        if self._saved is None:
+        if not self._saved:
             return (
                 f"No complete checkpoint is known: a crash now would cost {self._step + 1} steps."
             )
