@@ -1,6 +1,7 @@
 """The error in the last lines of a rank's log; the texts were recorded on an H200, torch 2.11."""
 
 import pytest
+from msgspec.structs import replace
 from simulated_job import WORLD, SimulatedJob
 
 from paceline_server.detect.finding import Finding
@@ -257,3 +258,17 @@ def test_the_line_of_a_longer_message_that_names_the_error_is_quoted(job, log_ta
     job.exit(4, exit_code=1, log_tail=log_tail)
     [found] = all_nodes_report(job)
     assert found.summary == f"Rank 4 (node-2) exited with code 1: {line.rstrip('.')}."
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_an_exit_because_of_a_failed_checkpoint_says_so(job, is_same):
+    error = "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 8 vs 4"
+    reason = f"No space left on device: {error}"
+    state = job.state(4)
+    view = replace(state.view, failed_saves=1, save_failure=reason if is_same else "OSError: busy")
+    job.wait(0.5, {4: replace(state, view=view)})
+    job.exit(4, exit_code=1, log_tail=error)
+    [found] = [one for one in all_nodes_report(job) if one.kind == "failure"]
+    because = "because a checkpoint could not be saved: No space left on device"
+    assert (because in found.summary) is is_same
+    assert error in found.summary

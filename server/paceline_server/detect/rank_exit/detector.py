@@ -58,6 +58,7 @@ from paceline_wire.batch import RankExited
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|memoryerror|cannot allocate memory", re.IGNORECASE)
 _MAX_QUOTE_LENGTH = 200
+_COMPARED_CHARACTERS = 64  # ranks publish less of a reason than of an error
 _KILLED = re.compile(r"Killed process (\d+)\b")
 KILLS = metric_names.RANK_KERNEL_EVENTS_TOTAL
 KERNEL_LOG_READ = metric_names.KERNEL_LOG_LOST_TOTAL  # sent with each sweep of the log
@@ -314,14 +315,18 @@ class ExitDetector(Detector):
         evidence += _memory_evidence(culprit, observation, is_sure=killed is not None)
         together = self._ended_together(culprit)
         rank = event.rank if len(together) == 1 else None
-        subject = self.generation.subject(event.rank)
+        subject, how = self.generation.subject(event.rank), _predicate(cause)
         if rank is None:
             subject = f"R{ranks_text(together)[1:]} ({culprit.node})"
             evidence += _endings(together, observation)
         elif killed is not None and event.signal != signal.SIGKILL:
             subject = f"A loader worker of {self.generation.rank_text(rank)}"
+        elif event.exit_code and (why := _failed_save(quote, event.rank, observation)):
+            how = (
+                f"exited with code {event.exit_code} because a checkpoint could not be saved: {why}"
+            )
         evidence += self._followers(together)
-        summary = f"{subject} {_predicate(cause).rstrip('.')}."
+        summary = f"{subject} {how.rstrip('.')}."
         node: str | None = self.generation.node(event.rank) or culprit.node
         if lost := self._lost_connections(culprit):
             rank, together, node = None, lost, None
@@ -484,6 +489,14 @@ def _predicate(cause: str, *, is_plural: bool = False) -> str:
     if cause == PROCESS_GONE:
         return "ended with unknown exit code"
     return f"exited with {cause.removeprefix('exit ')}"
+
+
+def _failed_save(error: str, rank: int, observation: Observation) -> str:
+    """Return why the rank's last checkpoint failed, if this error is the reason; else empty."""
+    live = observation.ranks.get(rank)
+    reason = None if live is None or live.state is None else live.state.view.save_failure
+    start = error[:_COMPARED_CHARACTERS]
+    return reason if reason is not None and start and start in reason else ""
 
 
 def _has_raised(rank: int, observation: Observation) -> bool:
