@@ -282,9 +282,15 @@ def identify(
     topology: Topology,
     coordinates: Coordinates,
     metadata: Mapping[str, str],
+    environment: Mapping[str, str] | None = None,
 ) -> Identity:
-    """Return the identity that the ring's first page holds."""
-    detected = {"python": sys.version.split()[0], **_script(), **_launcher(rank_environment.job)}
+    """Return the identity that the ring's first page holds.
+
+    `environment`: of the rank, default `os.environ`.
+    """
+    environment = os.environ if environment is None else environment
+    launcher = _launcher(rank_environment.job, environment)
+    detected = {"python": sys.version.split()[0], **_script(), **launcher}
     torch = sys.modules.get("torch")
     if torch is not None:
         detected["torch"] = str(torch.__version__)
@@ -314,27 +320,27 @@ def _script() -> dict[str, str]:
     return {"script": name[:_SCRIPT_LENGTH]} if name and not name.startswith("-") else {}
 
 
-def _launcher(own_job: str) -> dict[str, str]:
+def _launcher(own_job: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the launchers as metadata; `own_job`: the job name of this rank."""
     found: dict[str, str] = {}
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun also reports how its ranks end
+    if "TORCHELASTIC_RUN_ID" in environment:  # torchrun also reports how its ranks end
         found = {
             "launcher": "torchrun",
             TORCHRUN_RUN: own_job,
-            TORCHRUN_RESTARTS: os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0",
-            TORCHRUN_MAX_RESTARTS: os.environ.get("TORCHELASTIC_MAX_RESTARTS") or "0",
+            TORCHRUN_RESTARTS: environment.get("TORCHELASTIC_RESTART_COUNT") or "0",
+            TORCHRUN_MAX_RESTARTS: environment.get("TORCHELASTIC_MAX_RESTARTS") or "0",
         }
         if least := _least_nodes():
             found[TORCHRUN_LEAST_NODES] = least
-    if (jobset := _jobset(os.environ)) is not None:
+    if (jobset := _jobset(environment)) is not None:
         found[KUBERNETES_JOB] = "/".join(jobset)
-        found[KUBERNETES_NODE] = os.environ.get("NODE_NAME", "")
-        found[KUBERNETES_RESTARTS] = str(_jobset_restarts(os.environ))
-        if uid := os.environ.get("JOBSET_UID"):
+        found[KUBERNETES_NODE] = environment.get("NODE_NAME", "")
+        found[KUBERNETES_RESTARTS] = str(_jobset_restarts(environment))
+        if uid := environment.get("JOBSET_UID"):
             found[KUBERNETES_UID] = uid
-    job, node = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURMD_NODENAME")
+    job, node = environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME")
     if job and node:
-        restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
+        restarts = environment.get("SLURM_RESTART_COUNT") or "0"
         found |= {SLURM_JOB: job, SLURM_NODE: node, SLURM_RESTARTS: restarts}
     return found
 

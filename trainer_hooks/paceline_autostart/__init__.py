@@ -9,7 +9,8 @@ one variable. With it, two functions of torch start the hooks as `paceline.init(
 
 The adapters of frameworks (`frameworks.py`) also do, when their training begins. So only processes
 that train are recorded. torchrun, data loader workers and workers of
-torch.compile import torch too, but do neither.
+torch.compile import torch too, but do neither. If an error ends a rank of torchrun earlier, that is
+reported.
 
 An exception here would fail `import torch`. The name `paceline` is imported only at the start: a
 script that has imported it by then is expected to call `paceline.init` itself, and is started at
@@ -18,6 +19,7 @@ its first optimizer step if it did not.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -48,6 +50,8 @@ def _prepare(torch: Any) -> None:
     from paceline_autostart import frameworks  # noqa: PLC0415 - not without `PACELINE`
 
     frameworks.watch()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, or a process that it started
+        atexit.register(_report_early_error)
     optimizer = sys.modules["torch.optim.optimizer"]
     optimizer.register_optimizer_step_pre_hook(_before_optimizer_step)
     if torch.distributed.is_available():
@@ -73,6 +77,19 @@ def _before_optimizer_step(*_: Any) -> None:
     # Torch iterates over its hooks here, so this one cannot remove itself.
     if _started_in != os.getpid():
         _start(in_optimizer_step=True)
+
+
+def _report_early_error() -> None:
+    """Report an error that ends this rank before it was started. For the end of the process."""
+    error = getattr(sys, "last_value", None)
+    if error is None or _started_in == os.getpid():
+        return
+    try:
+        from paceline.integrations.torchelastic import report_error  # noqa: PLC0415
+
+        report_error(error)
+    except Exception as problem:
+        _warn("the error is not reported: %s", problem)
 
 
 def _nothing(*_: Any) -> None:

@@ -1,8 +1,8 @@
 """A training with DistributedDataParallel that does not know Paceline.
 
-    plain_ranks.py [raise | kill | exit]
+    plain_ranks.py [raise | kill | exit | early]
 
-The argument ends rank 1 in the sixth of ten steps.
+The argument ends rank 1 in the sixth of ten steps; `early`: before there is a process group.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def end(how: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1:] == ["early"] and os.environ["RANK"] == "1":
+        raise ValueError("unknown optimizer 'adamv'")
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from paceline_wire.ending import Ending, read_ending
-from paceline_wire.ring import RingReader
+from paceline_wire.ring import STATE_STATUS, RingReader, Status
 from paceline_wire.spans import Op, Span, unpack
 
 HERE = Path(__file__).parent
@@ -242,3 +242,21 @@ def test_torchrun_reports_the_rank_that_failed(
     assert failed.error.endswith(error)
     # The other one raised an error about its connection, or torchrun ended it.
     assert other is None or "peer" in other.error
+
+
+def test_torchrun_reports_a_rank_that_fails_before_it_records(tmp_path: Path) -> None:
+    """Its job has all ranks, so that a server shows it."""
+    rings = tmp_path / "rings"
+    finished = torchrun(rings, "plain_ranks.py", "early", PACELINE="1", PACELINE_BUILD="0")
+    assert finished.returncode == 1
+    found = readers(rings)
+    other, failed = (read_ending(each.path, os.getuid()) for each in found)
+    assert other is None, "torchrun has ended it"
+    assert failed is not None
+    assert (failed.exit_code, failed.signal) == (1, None)
+    assert failed.error.endswith("ValueError: unknown optimizer 'adamv'\n")
+    assert [each.state[STATE_STATUS] for each in found] == [Status.FAILED, Status.FAILED]
+    for each in found:
+        assert each.identity.world_size == 2
+        assert each.identity.metadata["script"] == "plain_ranks.py"
+        assert each.identity.metadata["launcher"] == "torchrun"

@@ -7,19 +7,28 @@ only when the job is over, and not for restarts. So the adapter takes them when 
 end the others, and hands them to the agent: with the traceback that `@record` wrote, unless the
 rank's hooks reported one themselves. The exit code 0 of a rank is handed over while torchrun still
 waits for the others: after `os._exit(0)` its hooks saw no end.
+
+A rank that ends before it records, such as by an error of an import, has no ring. If one fails and
+no rank of its node records, the adapter writes the rings once all have ended: the job is shown.
 """
 
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.environment import read_rank_environment
+import msgspec
+
+from paceline.environment import RankEnvironment, identify, locate_rank, read_rank_environment
+from paceline.hooks import FRAMES_OF_AN_ERROR
 from paceline.integrations.boundaries import never_raises
 from paceline.wrapping import replace
 from paceline_wire.ending import Ending, write_ending
+from paceline_wire.ring import MINIMUM_CAPACITY, STATE_STATUS, Status, create
 
 
 def attach(module: ModuleType) -> None:
@@ -34,12 +43,16 @@ def attach(module: ModuleType) -> None:
 
 def _reporting(close_all: Callable[..., Any]) -> Callable[..., Any]:
     def close(self: Any, *args: Any, **options: Any) -> Any:
-        if not hasattr(self, "_paceline_closed"):
-            # Later those that torchrun ended have failed too.
-            self._paceline_closed = True
-            report_failures(getattr(self, "_failures", {}), getattr(self, "envs", {}))
-            report_finished(self)
-        return close_all(self, *args, **options)
+        if hasattr(self, "_paceline_closed"):
+            return close_all(self, *args, **options)
+        # Later those that torchrun ended have failed too.
+        self._paceline_closed = True
+        ends = RankEnds(self)
+        ends.report_failures()
+        report_finished(self)
+        result = close_all(self, *args, **options)
+        ends.report_unrecorded()
+        return result
 
     return close
 
@@ -52,18 +65,6 @@ def _reporting_finished(wait_for_all: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return wait
-
-
-@never_raises
-def report_failures(failures: dict[int, Any], environments: dict[int, dict[str, str]]) -> None:
-    """Write how these ranks ended.
-
-    Args:
-        failures: torch's `ProcessFailure`s by local rank.
-        environments: variables of each local rank.
-    """
-    for local_rank, failure in failures.items():
-        _write(environments[local_rank], ending_of(failure))
 
 
 @never_raises
@@ -81,13 +82,69 @@ def report_finished(context: Any) -> None:
     reported: set[int] = getattr(context, "_paceline_finished", set())
     context._paceline_finished = reported | finished
     for local_rank in finished - reported:
-        _write(context.envs[local_rank], Ending(0))
+        rank = read_rank_environment(_environment(context, local_rank))
+        if rank is not None and rank.ring_path.exists():
+            write_ending(rank.ring_path, Ending(0))
 
 
-def _write(environment: dict[str, str], ending: Ending) -> None:
-    rank = read_rank_environment({**os.environ, **environment})
-    if rank is not None and rank.ring_path.exists():
-        write_ending(rank.ring_path, ending)
+def _environment(context: Any, local_rank: int) -> dict[str, str]:
+    return {**os.environ, **context.envs[local_rank]}
+
+
+class RankEnds:
+    """How the ranks of one launch ended, if one of them has failed.
+
+    Args:
+        context: torch's `PContext`.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._failures = dict(getattr(context, "_failures", {}))  # `ProcessFailure`, by local rank
+        self._unrecorded: dict[int, RankEnvironment] = {}
+
+    @never_raises
+    def report_failures(self) -> None:
+        """Write how the ranks ended that have failed, before torchrun ends the others."""
+        ranks = {
+            local_rank: rank
+            for local_rank in (self._context.envs if self._failures else ())
+            if (rank := read_rank_environment(_environment(self._context, local_rank))) is not None
+        }
+        recorded = {key: rank for key, rank in ranks.items() if rank.ring_path.exists()}
+        for local_rank in recorded.keys() & self._failures.keys():
+            write_ending(recorded[local_rank].ring_path, ending_of(self._failures[local_rank]))
+        if not recorded:  # else the ring that is missing is that of a rank which has finished
+            self._unrecorded = ranks
+
+    @never_raises
+    def report_unrecorded(self) -> None:
+        """Write the rings of the ranks if none recorded, after all have ended.
+
+        How those ended that torchrun itself has ended since stays unknown.
+        """
+        for local_rank, rank in self._unrecorded.items():
+            pid = self._context.pids()[local_rank]
+            words = map(str, self._context.args[local_rank])
+            script = next((word for word in words if not word.startswith("-")), "")
+            place = locate_rank(rank.rank, rank.topology, None, {})
+            metadata = {"script": Path(script).name}
+            identity = identify(rank, *place, metadata, _environment(self._context, local_rank))
+            if local_rank in self._failures:
+                write_ending(rank.ring_path, ending_of(self._failures[local_rank]))
+            identity = msgspec.structs.replace(identity, pid=pid)
+            ring = create(rank.ring_path, identity, MINIMUM_CAPACITY)
+            ring.state[STATE_STATUS] = Status.FAILED
+            ring.close()
+
+
+@never_raises
+def report_error(error: BaseException) -> None:
+    """Write the error that ends this rank, which has no ring, for torchrun's process to report."""
+    rank = read_rank_environment()
+    if rank is not None and not rank.ring_path.exists():
+        text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
+        write_ending(rank.ring_path, Ending(1, None, text))
 
 
 def ending_of(failure: Any) -> Ending:
