@@ -169,6 +169,8 @@ def rank_times(
     blocked = seconds[Part.TRANSFER] + wait + seconds[Part.PIPELINE_WAIT] > 0.0
     outside = rest + seconds[Part.PIPELINE_GAP] + optimizer
     host = np.where(hooked & blocked & ~on_device, outside, 0.0)
+    waited = _waited_in_evaluations(spans, wait_ns, timeline)
+    waited = np.minimum(waited, seconds[Part.EVALUATE])
     return RankTimes(
         rank=timeline.ranks,
         start_ns=timeline.begin_ns,
@@ -182,9 +184,8 @@ def rank_times(
         data_wait_seconds=seconds[Part.DATA_WAIT],
         optimizer_seconds=seconds[Part.OPTIMIZER],
         checkpoint_seconds=seconds[Part.CHECKPOINT],
-        evaluation_seconds=np.maximum(
-            seconds[Part.EVALUATE] - _waited_in_evaluations(spans, wait_ns, timeline), 0.0
-        ),
+        evaluation_seconds=seconds[Part.EVALUATE] - waited,
+        evaluation_wait_seconds=waited,
         gc_seconds=seconds[Part.GC],
         host_seconds=host,
         overlapped_seconds=overlapped_seconds(spans, timeline),

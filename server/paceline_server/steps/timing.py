@@ -43,6 +43,7 @@ class RankTimes:
     optimizer_seconds: Floats
     checkpoint_seconds: Floats
     evaluation_seconds: Floats  # without waits for other ranks
+    evaluation_wait_seconds: Floats  # these waits, inside evaluations
     gc_seconds: Floats
     host_seconds: Floats
     overlapped_seconds: Floats

@@ -3,7 +3,8 @@
 The same definition as the speedups of a running job: a straggler costs what `RunReplay.speedup`
 gains if it is as fast as its peers. The lost time is taken from where it was measured: the longer
 compute of the slow rank, the waits of the others, and the bubble. So the parts of a step sum to its
-duration as before. A slow link costs what its report says, taken from the transfers first.
+duration as before. Waits inside evaluations are lost as well. A slow link costs what its report
+says, taken from the transfers first.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def step_goodput(
         communication_seconds=transfers - transferring,
         bubble_seconds=float(scheduled.mean()),
         straggler_seconds=computing + waiting,
-        peer_wait_seconds=waits * left,
+        peer_wait_seconds=waits * left + float(ranks.evaluation_wait_seconds.mean()),
         bubble_excess_seconds=beyond * left,
         slow_link_seconds=links,
     )

@@ -199,6 +199,22 @@ def test_a_slow_link_costs_goodput_what_a_healthy_one_would_gain(run: Run) -> No
     assert outcome.steps[0].goodput.slow_link_seconds == 0
 
 
+def test_a_wait_for_the_last_rank_of_an_evaluation_is_no_idle_time(run: Run) -> None:
+    """Rank 0 evaluates for 100 of 1000, waits 800 and exchanges 100; rank 1 evaluates for 900."""
+    spans = [
+        [
+            (Op.EVALUATE, 0, 1000, 0, 0, 0),
+            (Op.ALL_REDUCE, entered, 1000, 0, 8, 1),
+            (Op.STEP, 0, 1100, 0, 0, 0),
+        ]
+        for entered in (100, 900)
+    ]
+    ledger = run.send(spans, START_NS + 1100 * MS).ledger
+    assert ledger.peer_wait_seconds == pytest.approx(0.4)
+    assert ledger.idle_seconds == pytest.approx(0.6)
+    assert ledger.compute_seconds == pytest.approx(0.1)
+
+
 def test_the_ledger_and_the_efficiency_of_the_job(run: Run) -> None:
     """Two steps of 1.0 s and two of 1.7 s."""
     for ranks in ((HEALTHY, HEALTHY), (HEALTHY, HEALTHY), (WAITING, SLOW), (WAITING, SLOW)):

@@ -217,6 +217,7 @@ class SimulatedStep:
             optimizer_seconds=zero,
             checkpoint_seconds=checkpoint,
             evaluation_seconds=evaluation,
+            evaluation_wait_seconds=zero,
             gc_seconds=gc,
             host_seconds=zero,
             overlapped_seconds=zero,

@@ -221,6 +221,7 @@ class TimedRun:
             optimizer_seconds=zero,
             checkpoint_seconds=zero,
             evaluation_seconds=zero,
+            evaluation_wait_seconds=zero,
             gc_seconds=zero,
             host_seconds=self._host_seconds(ranks, own),
             overlapped_seconds=zero,

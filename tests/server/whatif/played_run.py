@@ -216,6 +216,7 @@ class PlayedRun:
             optimizer_seconds=zeros + OPTIMIZER_SECONDS,
             checkpoint_seconds=zeros,
             evaluation_seconds=zeros,
+            evaluation_wait_seconds=zeros,
             gc_seconds=zeros,
             host_seconds=zeros,
             overlapped_seconds=zeros,
