@@ -164,15 +164,16 @@ class _Tables:
             known = self.layout.known(ranks.rank)
             rank = ranks.rank[known]
             position = (self.layout.stage[rank], step, self.layout.dp_rank[rank])
+            with np.errstate(invalid="ignore"):  # corrupted times
+                # The optimizer is an operation of its own.
+                host_seconds = np.maximum(ranks.host_seconds - ranks.optimizer_seconds, 0.0)
             for table, values in zip(
                 tables,
                 (
                     (ranks.start_ns - self.base_ns[step]) / 1e9,
                     (ranks.end_ns - self.base_ns[step]) / 1e9,
                     ranks.optimizer_seconds + ranks.checkpoint_seconds,
-                    # The optimizer is an operation of its own.
-                    ranks.compute_seconds
-                    + np.maximum(ranks.host_seconds - ranks.optimizer_seconds, 0.0),
+                    ranks.compute_seconds + host_seconds,
                     ranks.data_wait_seconds,
                 ),
                 strict=True,
