@@ -150,6 +150,16 @@ def test_a_wait_that_lasts_is_not_cleared(topology):
     assert [found.cleared for found in watched.findings] == [False, True]
 
 
+def test_a_wait_lasts_while_the_waits_of_its_peers_grow():
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 20))
+    watched.show(played(job, 20, 20, late_data={**job.late_data, 2: 0.3}))
+    busy = {**dict.fromkeys(range(8), 0.01), **dict.fromkeys(range(4), 0.12), 2: 0.3}
+    watched.show(played(job, 40, 40, late_data=busy))
+    assert [found.cleared for found in watched.findings if found.rank == 2] == [False]
+
+
 def test_ranks_of_one_node_are_one_finding():
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)

@@ -374,6 +374,17 @@ def test_a_rank_that_is_slow_in_some_steps_is_found_and_cleared(topology, every)
     assert all(one.rank == 1 and one.slowdown < found[0].slowdown for one in milder)
 
 
+def test_a_rank_that_is_slow_in_all_steps_by_now_is_not_called_slow_in_some_only():
+    run = watched(Topology(4, 1, 1), 5)
+    run.advance(70)
+    [found] = advance_in_turns(run, 48, 2, {1: 2.5})
+    assert "slow in some steps only" in found.summary
+    run.slow = {1: 2.5}
+    again = [one for one in run.advance(60) if one.fingerprint == found.fingerprint]
+    assert again
+    assert "some steps only" not in again[-1].summary
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_phases_of_varying_length_in_some_steps_make_no_straggler(seed):
     """Rollouts before every third step: each rank's are of another length each time."""

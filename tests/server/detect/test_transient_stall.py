@@ -52,6 +52,20 @@ def test_a_stall_of_all_microbatches_is_a_transient_stall():
     assert subjects(run.advance(20)) == [("transient_stall", 2, "node-1")]
 
 
+def test_a_stall_of_less_than_two_seconds_is_one_finding_with_all_its_steps():
+    """Rank 5 is slow for 12 steps of 20 ms. In one of them rank 0 stalls much longer."""
+    run = TimedRun(DEMO, 4, step_ns=20_000_000).watch(TransientStallDetector)
+    run.advance(40)
+    for step in range(12):
+        run.stalled = {5: 0.5 * STEP_SECONDS, **({0: 2.0 * STEP_SECONDS} if step == 4 else {})}
+        run.advance(1)
+    run.stalled = {}
+    run.advance(20)
+    found = [one for one in run.findings if one.rank == 5]
+    assert [one.kind for one in found] == ["transient_stall"]
+    assert "in steps 40-51" in found[0].summary
+
+
 def test_a_stall_that_lasts_is_only_a_straggler():
     run = watched(DEMO, 5)
     run.advance(40)

@@ -60,6 +60,7 @@ class TimedRun:
     ranks_per_node: int = 2
     lengths: float = 1.0  # largest over smallest squares of a microbatch; 1: not given
     policy: Policy = field(default_factory=Policy)
+    step_ns: int = 600_000_000  # from the start of one step to that of the next
 
     def __post_init__(self) -> None:
         world = self.topology.world_size
@@ -108,7 +109,7 @@ class TimedRun:
 
     def observe(self, *timings: StepTiming) -> Observation:
         return Observation(
-            now_ns=T0 + self.step * 600_000_000 + 700_000_000,
+            now_ns=T0 + self.step * self.step_ns + 700_000_000,
             steps=[],
             exits=[],
             device_events=[],
@@ -205,7 +206,7 @@ class TimedRun:
         ranks = np.array([rank for rank in range(world) if rank not in self.silent])
         own = np.bincount(compute.rank, compute.self_seconds, world)[ranks]
         zero = np.zeros(ranks.size)
-        start = np.full(ranks.size, T0 + self.step * 600_000_000)
+        start = np.full(ranks.size, T0 + self.step * self.step_ns)
         seconds = np.full(ranks.size, 1.25 * own.max(initial=0.0))
         return RankTimes(
             rank=ranks,

@@ -107,9 +107,14 @@ class SlowDataDetector(Detector):
         normal[own_only & (self._past.counts < self.settings.baseline_steps)] = np.nan
         step_seconds = max(float(np.median(ranks.step_seconds)), 1e-9) if ranks.rank.size else 1.0
         excess = (waits - normal) / step_seconds
-        slow = (excess >= self.settings.share) & (waits >= self.settings.ratio * normal)
-        # When all ranks wait, no single rank is slow.
-        slow[:-1] &= not slow[-1]
+        reported = np.zeros(waits.size, dtype=np.bool_)
+        for active in self._active.values():
+            if active.finding is not None:
+                reported[active.ranks] = True
+        ratio = np.where(reported, self.settings.lasting_ratio, self.settings.ratio)
+        slow = (excess >= self.settings.share) & (waits >= ratio * normal)
+        # When all ranks wait, no other rank is slow.
+        slow[:-1] &= reported[:-1] | ~slow[-1]
         self._past.add(np.where(slow, np.nan, waits))
         for rows, row in ((self._excess, np.where(slow, excess, 0.0)), (self._waits, waits)):
             rows[:-1] = rows[1:]

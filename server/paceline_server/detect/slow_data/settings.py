@@ -18,6 +18,9 @@ class SlowDataSettings:
     share: float = 0.06
     # ... and is this many times the wait of the peers and the rank's own earlier wait.
     ratio: float = 3.0
+    # A reported wait lasts while it is this many times the normal one. On a busy host the waits of
+    # the peers grow too.
+    lasting_ratio: float = 1.5
     # This many of the last steps must be slow; the end of an epoch or a cold cache is shorter.
     window_steps: int = 5
     hits: int = 4

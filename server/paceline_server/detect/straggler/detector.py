@@ -85,8 +85,7 @@ _WAYS: dict[Way, str] = {
         "its forwards and backwards)"
     ),
     "recurs": (
-        "has been {slowdown:.2f}x slower than {whom} on average since step {onset} (slow in some "
-        "steps only)"
+        "has been {slowdown:.2f}x slower than {whom} on average since step {onset}{how_often}"
     ),
     "creeps": "has gradually become {slowdown:.2f}x slower than {whom} since about step {onset}",
 }
@@ -514,7 +513,12 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         speed = "the speed of its peers" if has_peers else "its usual speed"
         in_optimizer = self._is_slow_in_optimizer(active, extra_seconds)
         text = _IN_OPTIMIZER if in_optimizer else _WAYS[active.way]
-        how = text.format(slowdown=slowdown, whom=whom, onset=before.onset_step)
+        how = text.format(
+            slowdown=slowdown,
+            whom=whom,
+            onset=before.onset_step,
+            how_often="" if self._is_slow_now(active) else " (slow in some steps only)",
+        )
         measured = Evidence(
             f"{'own' if is_host else 'compute'} time {self_seconds * 1e3:.0f} ms per step since "
             f"step {before.onset_step}; "
@@ -597,6 +601,16 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         if not own.size or not others.size or extra_seconds <= 0.0:
             return False
         return bool(own.max() - np.median(others) > extra_seconds / 2.0)
+
+    def _is_slow_now(self, reported: _ReportedStraggler) -> bool:
+        """Return whether its slowest rank is slow in all of the newest steps.
+
+        A slowness that grows from step to step begins like one of some steps only.
+        """
+        recent = np.array(self._own_seconds)[-2 * BLOCK_STEPS :, list(reported.unit.ranks)]
+        usual = self._recent_own_seconds(reported) / self.slowdown(reported)
+        slow = recent.max(axis=1) >= usual * (1.0 + self.slowdown(reported)) / 2.0
+        return bool(slow.mean() >= AGREEING)
 
     def _recent_step_seconds(self, reported: _ReportedStraggler | None = None) -> float:
         """Return the usual step time; the mean if a rank is slow in some steps only."""

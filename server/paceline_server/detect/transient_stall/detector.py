@@ -19,6 +19,7 @@ from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import TRANSIENT_STALL, Kind
 from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.change_point import (
     NEWEST,
     STEPS_BETWEEN_RENEWALS,
@@ -44,6 +45,7 @@ class _Stall:
     """A stall that is not over."""
 
     onset_step: int
+    onset_ns: int
     steps: int = 0
     seconds: float = 0.0
     share: float = 0.0  # share of the worst step
@@ -95,23 +97,27 @@ class TransientStallDetector(Detector):
                 self._usual = column_medians(np.array(self._levels))
             rise = np.nan_to_num(level - self._usual)
             excess = np.nan_to_num(load.self_seconds) * -np.expm1(-np.maximum(rise, 0.0))
-            stalled = self._update_stalls(timing.step, rise, excess, excess / step_seconds)
+            stalled = self._update_stalls(timing, rise, excess, excess / step_seconds)
         level[list(stalled)] = np.nan
         self._levels.append(level)
         self._judged += 1
-        return self._report_finished(stalled, timing.step, observation)
+        return self._report_finished(stalled, timing, observation)
 
-    def _update_stalls(self, step: int, rise: Floats, excess: Floats, share: Floats) -> set[int]:
+    def _update_stalls(
+        self, timing: StepTiming, rise: Floats, excess: Floats, share: Floats
+    ) -> set[int]:
         """Begin or continue stalls; return the ranks that stall in this step."""
         settings = self.settings
-        worst = max(max(self._worst, default=np.inf), self._usual_share(step))
+        worst = max(max(self._worst, default=np.inf), self._usual_share(timing.step))
         least = max(settings.share, settings.over_worst * worst)
         is_stall = (share >= least) & (excess >= settings.least_seconds)
         stalled = set(np.flatnonzero(is_stall).tolist())
         if len(stalled) > max(1.0, settings.most_ranks_share * share.size):
             stalled = set()  # caused by the host, network or file system that they share
+        # Another rank's stall raises the threshold, but does not end this one.
+        stalled |= {rank for rank, one in self._stalls.items() if share[rank] >= one.share / 2.0}
         for rank in stalled:
-            stall = self._stalls.setdefault(rank, _Stall(step))
+            stall = self._stalls.setdefault(rank, _Stall(timing.step, _start_ns(timing)))
             stall.steps += 1
             stall.seconds += float(excess[rank])
             stall.share = max(stall.share, float(share[rank]))
@@ -127,12 +133,16 @@ class TransientStallDetector(Detector):
         return shares[-USUAL_REPORTS] if len(shares) >= USUAL_REPORTS else 0.0
 
     def _report_finished(
-        self, stalled: set[int], step: int, observation: Observation
+        self, stalled: set[int], timing: StepTiming, observation: Observation
     ) -> list[Finding]:
-        findings = []
+        findings, step = [], timing.step
         for rank in sorted(self._stalls.keys() - stalled):
             stall = self._stalls.pop(rank)
-            if stall.steps < NEWEST[0] and rank not in observation.stragglers:
+            if np.isnan(self._usual[rank]):
+                continue  # it stalled in all recent steps, so that its usual level is not known
+            seconds = (_start_ns(timing) - stall.onset_ns) / 1e9
+            is_short = stall.steps < NEWEST[0] or seconds < LEAST_SECONDS
+            if is_short and rank not in observation.stragglers:
                 self._reported[rank] = self._finding(rank, stall, step, observation)
                 findings.append(self._reported[rank])
                 self._reported_shares.append((step, stall.share))
@@ -183,3 +193,7 @@ class TransientStallDetector(Detector):
                 )
             ],
         )
+
+
+def _start_ns(timing: StepTiming) -> int:
+    return int(timing.ranks.start_ns.min())
