@@ -117,9 +117,7 @@ def test_one_of_several_agents_has_to_be_chosen(
     monkeypatch.setenv("PACELINE_STATE_DIRECTORY", str(tmp_path))
     rings = [Path("/one/rings"), Path("/other/rings")]
     monkeypatch.setattr(command, "rings_of_running_agents", lambda: rings)
-    with pytest.raises(
-        command.NotRecordedError, match=r"2 .*PACELINE_RING_DIRECTORY=/one/"
-    ):
+    with pytest.raises(command.NotRecordedError, match=r"2 .*PACELINE_RING_DIRECTORY=/one/"):
         command._prepare({}, "http://127.0.0.1:9", None, chosen=True)
     chosen = {"PACELINE_RING_DIRECTORY": "/other/rings"}
     assert "/other/rings" in command._prepare(chosen, "http://127.0.0.1:9", None, chosen=True)
