@@ -22,7 +22,7 @@ MOST_RANKS = 64  # ranks that are listed
 class MeasuredStep(NamedTuple):
     """The input of a job's efficiency from one step. Arrays have one row per rank."""
 
-    duration_seconds: float
+    duration_seconds: float  # mean over the ranks: some may be ahead of others
     rank: Ints
     rank_seconds: Floats
     exposed_seconds: Floats
@@ -34,7 +34,7 @@ class MeasuredStep(NamedTuple):
     def of(cls, summary: StepSummary, ranks: RankTimes) -> MeasuredStep:
         """Return the figures of a step from its summary and the times of its ranks."""
         return cls(
-            summary.duration_seconds,
+            float(ranks.step_seconds.mean()) if ranks.rank.size else summary.duration_seconds,
             ranks.rank,
             ranks.step_seconds,
             ranks.communication_seconds,

@@ -29,7 +29,7 @@ class BareLoop:
                 topology=Topology(dp=RANKS),
                 nodes=dict.fromkeys(range(RANKS), "node"),
                 gpus={},
-                metadata={},
+                metadata={"flops_per_step": "1"},
                 started_ns=START_NS,
             )
         )
@@ -106,3 +106,5 @@ def test_ranks_that_are_far_apart_in_their_steps_are_not_idle() -> None:
     assert ledger.wall_seconds == pytest.approx(64 * 0.450)
     assert ledger.idle_seconds + ledger.startup_seconds == pytest.approx(0.0, abs=0.001)
     assert ledger.optimizer_seconds == pytest.approx(64 * 0.030)
+    steps_per_second = ledger.efficiency.model_flops_per_second  # over the last 20 steps
+    assert steps_per_second == pytest.approx(1 / 0.450, rel=0.05)
