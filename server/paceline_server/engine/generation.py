@@ -409,8 +409,8 @@ class RunningGeneration:
         return saved - saved_by_others, note
 
     def step_seconds(self) -> float | None:
-        """Return the median of the recent steps."""
-        recent = list(self._durations)[-RECENT_STEPS:]
+        """Return the median of the recent steps, each the mean of its ranks."""
+        recent = [step.duration_seconds for step in self._measured]
         return median(recent) if recent else None
 
     def efficiency(self) -> Efficiency:

@@ -37,6 +37,7 @@ class BareLoop:
         self.step = 0
         self.ends_ns = [START_NS] * RANKS
         self.ledger = Ledger()
+        self.step_seconds: float | None = None
 
     def advance(self, ranks: list[list[Row]]) -> list[Finding]:
         """Play one step of the spans of each rank; the last one is its STEP."""
@@ -65,7 +66,7 @@ class BareLoop:
         self.step += 1
         self.engine.feed(batch, now_ns)
         outcome = self.engine.tick(now_ns)
-        self.ledger = outcome.ledger
+        self.ledger, self.step_seconds = outcome.ledger, outcome.step_seconds
         return outcome.findings
 
     def _record(self, rank: int, at: int, row: Row) -> bytes:
@@ -106,5 +107,6 @@ def test_ranks_that_are_far_apart_in_their_steps_are_not_idle() -> None:
     assert ledger.wall_seconds == pytest.approx(64 * 0.450)
     assert ledger.idle_seconds + ledger.startup_seconds == pytest.approx(0.0, abs=0.001)
     assert ledger.optimizer_seconds == pytest.approx(64 * 0.030)
+    assert job.step_seconds == pytest.approx((2 * 0.330 + 0.450) / 3)  # of most steps
     steps_per_second = ledger.efficiency.model_flops_per_second  # over the last 20 steps
     assert steps_per_second == pytest.approx(1 / 0.450, rel=0.05)
