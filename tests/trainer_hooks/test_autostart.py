@@ -73,7 +73,7 @@ def forked(source: str, ring: Path | None, **settings: str) -> subprocess.Comple
 
 
 def rings(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.glob("*.ring"))
 
 
 def operations(path: Path) -> list[int]:
