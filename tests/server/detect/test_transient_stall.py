@@ -53,11 +53,13 @@ def test_a_stall_of_all_microbatches_is_a_transient_stall():
 
 
 def test_a_stall_of_less_than_two_seconds_is_one_finding_with_all_its_steps():
-    """Rank 5 is slow for 12 steps of 20 ms. In one of them rank 0 stalls much longer."""
+    """Rank 5 is slow for 12 steps of 20 ms. In one of them rank 0 stalls much longer; another one
+    takes all ranks longer."""
     run = TimedRun(DEMO, 4, step_ns=20_000_000).watch(TransientStallDetector)
     run.advance(40)
     for step in range(12):
         run.stalled = {5: 0.5 * STEP_SECONDS, **({0: 2.0 * STEP_SECONDS} if step == 4 else {})}
+        run.host = dict.fromkeys(range(8), 3.0 * STEP_SECONDS if step == 8 else 0.0)
         run.advance(1)
     run.stalled = {}
     run.advance(20)

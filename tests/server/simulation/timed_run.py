@@ -207,7 +207,8 @@ class TimedRun:
         own = np.bincount(compute.rank, compute.self_seconds, world)[ranks]
         zero = np.zeros(ranks.size)
         start = np.full(ranks.size, T0 + self.step * self.step_ns)
-        seconds = np.full(ranks.size, 1.25 * own.max(initial=0.0))
+        beside = max(self.host.values(), default=0.0)
+        seconds = np.full(ranks.size, 1.25 * own.max(initial=0.0) + beside)
         return RankTimes(
             rank=ranks,
             start_ns=start,

@@ -8,6 +8,7 @@ a stall must clearly exceed the worst of the recent steps, and most of the stall
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
@@ -114,8 +115,10 @@ class TransientStallDetector(Detector):
         stalled = set(np.flatnonzero(is_stall).tolist())
         if len(stalled) > max(1.0, settings.most_ranks_share * share.size):
             stalled = set()  # caused by the host, network or file system that they share
-        # Another rank's stall raises the threshold, but does not end this one.
-        stalled |= {rank for rank, one in self._stalls.items() if share[rank] >= one.share / 2.0}
+        # A stall of another rank, or a longer step, raises the threshold but does not end this one.
+        stalled |= {
+            rank for rank, one in self._stalls.items() if rise[rank] >= math.log(one.slowdown) / 2.0
+        }
         for rank in stalled:
             stall = self._stalls.setdefault(rank, _Stall(timing.step, _start_ns(timing)))
             stall.steps += 1
