@@ -59,7 +59,7 @@ def test_a_stall_of_less_than_two_seconds_is_one_finding_with_all_its_steps():
     run.advance(40)
     for step in range(12):
         run.stalled = {5: 0.5 * STEP_SECONDS, **({0: 2.0 * STEP_SECONDS} if step == 4 else {})}
-        run.host = dict.fromkeys(range(8), 3.0 * STEP_SECONDS if step == 8 else 0.0)
+        run.longer = 3.0 * STEP_SECONDS if step == 8 else 0.0
         run.advance(1)
     run.stalled = {}
     run.advance(20)

@@ -107,6 +107,6 @@ def test_ranks_that_are_far_apart_in_their_steps_are_not_idle() -> None:
     assert ledger.wall_seconds == pytest.approx(64 * 0.450)
     assert ledger.idle_seconds + ledger.startup_seconds == pytest.approx(0.0, abs=0.001)
     assert ledger.optimizer_seconds == pytest.approx(64 * 0.030)
-    assert job.step_seconds == pytest.approx((2 * 0.330 + 0.450) / 3)  # of most steps
+    assert job.step_seconds == pytest.approx((2 * 0.330 + 0.450) / 3)  # in seven of eight steps
     steps_per_second = ledger.efficiency.model_flops_per_second  # over the last 20 steps
     assert steps_per_second == pytest.approx(1 / 0.450, rel=0.05)

@@ -82,6 +82,7 @@ class TimedRun:
         self.slow_late_groups: dict[int, float] = {}
         self.stalled: dict[int, float] = {}  # seconds added to one operation of a step
         self.host: dict[int, float] = {}  # seconds added beside the operations of a step
+        self.longer = 0.0  # seconds that are added to the step of all ranks
         self.lost = 0.0  # share of the compute rows that are missing
         self.silent: set[int] = set()  # ranks without data
         self.step = 0
@@ -207,8 +208,7 @@ class TimedRun:
         own = np.bincount(compute.rank, compute.self_seconds, world)[ranks]
         zero = np.zeros(ranks.size)
         start = np.full(ranks.size, T0 + self.step * self.step_ns)
-        beside = max(self.host.values(), default=0.0)
-        seconds = np.full(ranks.size, 1.25 * own.max(initial=0.0) + beside)
+        seconds = np.full(ranks.size, 1.25 * own.max(initial=0.0) + self.longer)
         return RankTimes(
             rank=ranks,
             start_ns=start,
