@@ -397,6 +397,20 @@ def test_the_reason_for_a_missing_stack_is_reported():
     assert reported.evidence[-1].text == "no Python stack of rank 2: not allowed"
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_line_is_named_in_which_all_ranks_are(is_same):
+    stuck = StuckJob()
+    for rank in stuck.job.ranks:
+        stuck.inside(rank, Op.STEP)
+    [found] = stuck.wait(25)
+    assert found.rank is None
+    for number, rank in enumerate(found.stacks_wanted):
+        read_stacks(stuck, rank, thread("MainThread", "get" if is_same else f"get{number}"))
+    assert len(found.stacks_wanted) > 1
+    [found] = stuck.wait(0.5)
+    assert ("data.py:88 get" in found.summary) == is_same, found.summary
+
+
 def test_stacks_of_an_earlier_hang_are_not_reported_again():
     stuck = StuckJob()
     make_all_wait_for(stuck, 2)

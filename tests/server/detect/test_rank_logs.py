@@ -192,16 +192,29 @@ def enter(job: SimulatedJob, rank: int, number: int, size: int, *, left: int) ->
     return job.state(rank, groups=groups)
 
 
-def test_the_rank_that_entered_another_size_is_blamed_and_not_the_one_that_gloo_aborted(job):
+def send_record(job: SimulatedJob, rank: int, number: int, size: int) -> None:
+    word = Op.ALL_GATHER | WORLD << 16 | NONE_16 << 32
+    at_ns = job.now_ns - job.offset_ns(rank)
+    row = (10**6, word, job.step | NONE_32 << 32, NONE_32, size, number, at_ns, 1)
+    job.engine.feed(job.batch(job.node(rank), spans=[job.block(rank, [row])]), job.now_ns)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_rank_that_entered_another_size_is_blamed_and_not_the_one_that_gloo_aborted(
+    job, is_late
+):
     states = {rank: enter(job, rank, 9, 16, left=8) for rank in job.ranks}
     states[3] = enter(job, 3, 10, 512, left=9)  # it has gone on
-    word = Op.ALL_GATHER | WORLD << 16 | NONE_16 << 32
-    row = (10**6, word, job.step | NONE_32 << 32, NONE_32, 20, 9, job.now_ns - job.offset_ns(3), 1)
-    job.engine.feed(job.batch(job.node(3), spans=[job.block(3, [row])]), job.now_ns)
+    if not is_late:
+        send_record(job, 3, number=9, size=20)
     job.wait(0.5, states)
     job.exit(5, signal=6, log_tail=f"{THROWN} 'gloo::EnforceNotMet'\n  what():  {MISMATCH}\n")
     job.exit(4, exit_code=1, log_tail=f"RuntimeError: {RESET}", at_ns=job.now_ns - 10**8)
     [found] = all_nodes_report(job)
+    if is_late:
+        assert found.rank is None
+        send_record(job, 3, number=9, size=20)
+        [found] = all_nodes_report(job)
     assert (found.rank, found.node) == (3, "node-1")
     assert found.cause == "mismatched collective: another size"
     assert found.summary == (

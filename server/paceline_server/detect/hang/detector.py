@@ -385,6 +385,10 @@ class HangDetector(Detector):
             cause = cause_with_stacks(culprit, cause)
             frame = user_frame(culprit, cause)
             awaited = awaited_worker(culprit)
+        elif active.rank is None and active.side == "host":
+            places = {user_frame(stacks, cause) for stacks in all_stacks}
+            is_shared = len(places) == 1 and len(all_stacks) == len(active.stacks_wanted)
+            frame = places.pop() if is_shared else None
         new_evidence = [line for stacks in new for line in stack_evidence(stacks)]
         self._active = msgspec.structs.replace(
             active,

@@ -58,6 +58,7 @@ from paceline_wire.batch import RankExited
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|memoryerror|cannot allocate memory", re.IGNORECASE)
 _MAX_QUOTE_LENGTH = 200
+_RECORDS_ARRIVE_NS = 5_000_000_000
 _COMPARED_CHARACTERS = 64  # ranks publish less of a reason than of an error
 _KILLED = re.compile(r"Killed process (\d+)\b")
 KILLS = metric_names.RANK_KERNEL_EVENTS_TOTAL
@@ -99,6 +100,7 @@ class ExitDetector(Detector):
         self._reported_drained: list[int] = []
         self._kills: list[ReportedDeviceEvent] = []  # kills by the OOM killer
         self._is_out_of_memory = False  # whether the reported cause is out of memory
+        self._mismatch_until_ns = 0  # until then records may show which rank a mismatch is due to
 
     def update(self, observation: Observation) -> list[Finding]:
         for reported in observation.exits:
@@ -270,8 +272,11 @@ class ExitDetector(Detector):
         return culprit.time_ns - _LOG_IS_READ_NS < read_ns < culprit.time_ns
 
     def _newly_explained(self, culprit: ReportedExit, observation: Observation) -> list[Finding]:
-        """Report the exit again if the kernel log, which is read once a second, explains it
-        later."""
+        """Report the exit again if something that arrives later explains it: the kernel log, which
+        is read once a second, or the records of the other ranks."""
+        if self._mismatch_until_ns > observation.now_ns:
+            found = self._mismatch(culprit, observation)
+            return [] if self._mismatch_until_ns else [found]
         if self._is_out_of_memory or self._killed_for_memory(culprit, observation) is None:
             return []
         return [self._failure(culprit, observation)]
@@ -298,6 +303,7 @@ class ExitDetector(Detector):
     def _failure(self, culprit: ReportedExit, observation: Observation) -> Finding:
         event = culprit.event
         if _has_mismatch(culprit):
+            self._mismatch_until_ns = observation.now_ns + _RECORDS_ARRIVE_NS
             return self._mismatch(culprit, observation)
         killed = self._killed_for_memory(culprit, observation)
         self._is_out_of_memory = killed is not None
@@ -357,6 +363,8 @@ class ExitDetector(Detector):
         entered = [] if verdict is None else list(verdict.evidence)
         ranks = [event.rank] if verdict is None else list(verdict.ranks)
         is_one = verdict is not None and verdict.is_single and len(ranks) == 1
+        if verdict is not None:
+            self._mismatch_until_ns = 0
         what = "Ranks entered different collectives, or different sizes of one"
         if is_one:
             what = f"{self.generation.subject(ranks[0])} entered another collective than the others"
