@@ -153,7 +153,7 @@ def _healthy(session: Session, job: models.JobRow) -> str:
     world_size = job.topology.world_size
     shares = newest_shares(session, job.id, job.generation, world_size, _WINDOW_STEPS)
     slowdowns = [value for value in medians(shares.slowdown) if value is not None]
-    spread = max(slowdowns) - 1.0 if slowdowns else None
+    spread = max((abs(slowdown - 1.0) for slowdown in slowdowns), default=None)
     if spread is None or world_size == 1:
         return f"No problem found{pace}."
     if spread > _EVEN_RATIO:

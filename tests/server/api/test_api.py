@@ -380,6 +380,12 @@ def test_the_verdict_is_the_worst_open_incident(server: Any, client: httpx.Clien
     )
     text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
     assert text == "All 2 ranks within 3% of their peers; 0.56 s per step."
+    put(
+        server,
+        *(row for number in range(5, 40) for row in step(job_id, number, 0, slowdown=0.6)),
+    )
+    text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
+    assert text == "No slow rank found; 0.56 s per step.", "a rank is much faster than its peers"
     put(server, incident(job_id, 2))
     verdict = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
     assert verdict["incident_id"] == "inc-2"
