@@ -7,9 +7,10 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+from typing import NamedTuple
 
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
@@ -21,6 +22,7 @@ _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBBI48x")
 _MESSAGE = struct.Struct("=B7x16s16s12x5I")  # struct inet_diag_msg
 _ATTRIBUTE = struct.Struct("=HH")
+_NUMBER, _PAIR = struct.Struct("=I"), struct.Struct("=QQ")
 # Offsets in struct tcp_info.
 _ROUND_TRIP_AT, _RETRANSMITS_AT, _BYTES_AT, _BUSY_AT = 68, 100, 120, 168
 _ANSWER_BYTES = 1 << 16
@@ -30,8 +32,7 @@ _MICROSECOND = 1e-6
 IPAddress = IPv4Address | IPv6Address
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
+class Connection(NamedTuple):
     """An established connection; counts are since it was opened."""
 
     inode: int  # /proc/PID/fd names it `socket:[INODE]`
@@ -90,12 +91,12 @@ def parse_message(content: bytes) -> Connection | None:
         size, kind = _ATTRIBUTE.unpack_from(content, at)
         info = content[at + _ATTRIBUTE.size : at + size]
         if kind == _INFO and len(info) >= _BYTES_AT + 16:
-            (round_trip,) = struct.unpack_from("=I", info, _ROUND_TRIP_AT)
-            (retransmits,) = struct.unpack_from("=I", info, _RETRANSMITS_AT)
-            acknowledged, received = struct.unpack_from("=QQ", info, _BYTES_AT)
+            (round_trip,) = _NUMBER.unpack_from(info, _ROUND_TRIP_AT)
+            (retransmits,) = _NUMBER.unpack_from(info, _RETRANSMITS_AT)
+            acknowledged, received = _PAIR.unpack_from(info, _BYTES_AT)
             busy, receiver_is_full = 0, 0
-            if len(info) >= _BUSY_AT + 16:
-                busy, receiver_is_full = struct.unpack_from("=QQ", info, _BUSY_AT)
+            if len(info) >= _BUSY_AT + _PAIR.size:
+                busy, receiver_is_full = _PAIR.unpack_from(info, _BUSY_AT)
             return Connection(
                 inode,
                 local,
@@ -112,6 +113,7 @@ def parse_message(content: bytes) -> Connection | None:
     return None
 
 
+@lru_cache(maxsize=4096)  # a node has few peers and many connections
 def _address(packed: bytes) -> IPAddress:
     """Return the address; as IPv4 if a socket for both protocols has mapped it into IPv6."""
     address = ip_address(packed)
