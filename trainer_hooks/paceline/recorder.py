@@ -109,7 +109,7 @@ class Recorder(Writer):
     def checkpoint_saved(self, step: int) -> None:
         """Publish that the checkpoint after `step` completed steps is committed.
 
-        0: there is none any more.
+        A step of 0 withdraws it: no checkpoint is left.
         """
         self.state[STATE_SAVED_STEP] = int(step) + 1
 

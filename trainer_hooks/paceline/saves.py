@@ -214,7 +214,7 @@ def _path(path: Any) -> str | None:
 
 
 def _files(path: str) -> Files:
-    """Return name, size and time of the files at a path; empty if there are none."""
+    """Return the name, size and time of the last change of each file at a path."""
     try:
         if not os.path.isdir(path):
             status = os.stat(path)

@@ -17,7 +17,7 @@ MOST_RANKS = 64  # enough for a median
 # A smaller share does not matter: ranks of a job without any other load wait that long.
 LEAST_SHARE = 0.1
 USUAL_SECONDS = 60.0  # before an onset
-_ONSET_NS = 3_000_000_000  # what is sampled may have changed as long before the onset
+ONSET_NS = 3_000_000_000  # what is sampled may have changed as long before the onset
 # Schedulers even out over this time, so that differences between ranks shrink with its multiples.
 _EVENS_OUT_SECONDS = 5.0
 
@@ -38,7 +38,7 @@ def usual_wait_share(
     observation: Observation, generation: Generation, before_ns: int
 ) -> float | None:
     """Return the median share of time in which ranks waited for a CPU in the minute before."""
-    before_ns -= _ONSET_NS
+    before_ns -= ONSET_NS
     series = _waits(observation, generation)
     return _median_share(one.rate_before(before_ns, USUAL_SECONDS) for one in series)
 
@@ -76,7 +76,7 @@ def _pressures(
 
 
 def _rise(series: MetricSeries, onset_ns: int, since_ns: int) -> float:
-    before = series.rate_before(onset_ns - _ONSET_NS, USUAL_SECONDS)
+    before = series.rate_before(onset_ns - ONSET_NS, USUAL_SECONDS)
     since = series.rate_since(since_ns)
     return 0.0 if before is None or since is None else max(min(since, 1.0) - before, 0.0)
 

@@ -34,7 +34,7 @@ class MeasuredStep(NamedTuple):
     def of(cls, summary: StepSummary, ranks: RankTimes) -> MeasuredStep:
         """Return the figures of a step from its summary and the times of its ranks."""
         return cls(
-            float(ranks.step_seconds.mean()) if ranks.rank.size else summary.duration_seconds,
+            summary.mean_seconds,
             ranks.rank,
             ranks.step_seconds,
             ranks.communication_seconds,

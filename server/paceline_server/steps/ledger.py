@@ -108,15 +108,14 @@ class GoodputLedger:
         if state.newest_step is not None and summary.step <= state.newest_step:
             return
         started_ns = summary.mean_started_ns or summary.started_ns
-        seconds = _mean_seconds(summary)
         begin_ns = _clip(started_ns, state.taken_until_ns, now_ns)
-        end_ns = _clip(started_ns + int(seconds * 1e9), begin_ns, now_ns)
+        end_ns = _clip(started_ns + int(summary.mean_seconds * 1e9), begin_ns, now_ns)
         self._add_gap(begin_ns - state.taken_until_ns)
         state.taken_until_ns = end_ns
         state.newest_step = summary.step
         state.resumed = True
         state.useful_steps += 1
-        times = _part_times(summary, seconds, end_ns - begin_ns)
+        times = _part_times(summary, end_ns - begin_ns)
         times.samples, times.tokens = summary.samples or 0, summary.tokens or 0
         state.sums.add(times)
         self._revocable.append((summary.step, times))
@@ -186,18 +185,9 @@ def _clip(value: int, low: int, high: int) -> int:
     return max(low, min(value, high))
 
 
-def _mean_seconds(summary: StepSummary) -> float:
-    """Return the mean over ranks of their own step times.
-
-    Where each rank's steps follow one another, so do the means, however far one rank is ahead.
-    """
-    ranks = summary.ranks
-    return fmean(rank.step_seconds for rank in ranks) if ranks else summary.duration_seconds
-
-
-def _part_times(summary: StepSummary, seconds: float, length_ns: int) -> _PartTimes:
-    """Return the means over ranks of a step of `seconds`, scaled to sum to `length_ns`."""
-    ranks = summary.ranks
+def _part_times(summary: StepSummary, length_ns: int) -> _PartTimes:
+    """Return the means over ranks, scaled to sum to `length_ns`."""
+    ranks, seconds = summary.ranks, summary.mean_seconds
     if not ranks or seconds <= 0:
         return _PartTimes(other=length_ns)
     means = {part: fmean(getattr(rank, f"{part}_seconds") for rank in ranks) for part in _MEASURED}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import msgspec
 
 
@@ -102,6 +104,15 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     # Sum over the replicas; None: not counted.
     samples: int | None = None
     tokens: int | None = None
+
+    @property
+    def mean_seconds(self) -> float:
+        """Return the mean over the ranks of their own step times.
+
+        Where each rank's steps follow one another, so do the means, however far one rank is ahead.
+        """
+        ranks = self.ranks
+        return fmean(rank.step_seconds for rank in ranks) if ranks else self.duration_seconds
 
     @property
     def goodput_ratio(self) -> float | None:

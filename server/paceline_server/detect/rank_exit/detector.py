@@ -28,7 +28,7 @@ from paceline_server.detect.causes.catalog import (
 )
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
-from paceline_server.detect.hang.verdict import MISMATCH
+from paceline_server.detect.hang.verdict import MISMATCH, HangVerdict
 from paceline_server.detect.hang.wait_for_graph import communication_frames
 from paceline_server.detect.kinds import FAILURE, HANG, Kind
 from paceline_server.detect.observation import (
@@ -275,8 +275,11 @@ class ExitDetector(Detector):
         """Report the exit again if something that arrives later explains it: the kernel log, which
         is read once a second, or the records of the other ranks."""
         if self._mismatch_until_ns > observation.now_ns:
-            found = self._mismatch(culprit, observation)
-            return [] if self._mismatch_until_ns else [found]
+            verdict = mismatched_collective(culprit.event.rank, observation)
+            if verdict is None:
+                return []
+            self._mismatch_until_ns = 0
+            return [self._mismatch(culprit, verdict, observation)]
         if self._is_out_of_memory or self._killed_for_memory(culprit, observation) is None:
             return []
         return [self._failure(culprit, observation)]
@@ -303,8 +306,10 @@ class ExitDetector(Detector):
     def _failure(self, culprit: ReportedExit, observation: Observation) -> Finding:
         event = culprit.event
         if _has_mismatch(culprit):
-            self._mismatch_until_ns = observation.now_ns + _RECORDS_ARRIVE_NS
-            return self._mismatch(culprit, observation)
+            verdict = mismatched_collective(event.rank, observation)
+            if verdict is None:
+                self._mismatch_until_ns = observation.now_ns + _RECORDS_ARRIVE_NS
+            return self._mismatch(culprit, verdict, observation)
         killed = self._killed_for_memory(culprit, observation)
         self._is_out_of_memory = killed is not None
         cause = _cause(event) if killed is None else OUT_OF_MEMORY
@@ -356,15 +361,14 @@ class ExitDetector(Detector):
             follows=self._follows(culprit, observation, is_explained=killed is not None),
         )
 
-    def _mismatch(self, aborted: ReportedExit, observation: Observation) -> Finding:
+    def _mismatch(
+        self, aborted: ReportedExit, verdict: HangVerdict | None, observation: Observation
+    ) -> Finding:
         """Return a finding about the ranks that entered another collective than the others."""
         event = aborted.event
-        verdict = mismatched_collective(event.rank, observation)
         entered = [] if verdict is None else list(verdict.evidence)
         ranks = [event.rank] if verdict is None else list(verdict.ranks)
         is_one = verdict is not None and verdict.is_single and len(ranks) == 1
-        if verdict is not None:
-            self._mismatch_until_ns = 0
         what = "Ranks entered different collectives, or different sizes of one"
         if is_one:
             what = f"{self.generation.subject(ranks[0])} entered another collective than the others"

@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline_server.detect.host_load import RECENT_NS
+from paceline_server.detect.host_load import MOST_RANKS, ONSET_NS, RECENT_NS, USUAL_SECONDS
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.telemetry import MetricSeries
 from paceline_wire import metric_names
 
-MOST_RANKS = 64  # the more ranks, the longer a diagnosis takes
-BEFORE_SECONDS = 60.0
 # A rank that sends less does not communicate over TCP: these are heartbeats and logs.
 LEAST_BYTES_PER_SECOND = 1e6
-_ONSET_NS = 3_000_000_000  # what is sampled may have changed as long before the onset
 
 
 def delivery_slowdown(
@@ -51,8 +48,8 @@ def _slowdown(
         return None
     since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
     now = _seconds_per_byte(*(_rate_after(each, since_ns) for each in both))
-    for before_ns in (onset_ns - _ONSET_NS, since_ns - _ONSET_NS):
-        usual = _seconds_per_byte(*(each.rate_before(before_ns, BEFORE_SECONDS) for each in both))
+    for before_ns in (onset_ns - ONSET_NS, since_ns - ONSET_NS):
+        usual = _seconds_per_byte(*(each.rate_before(before_ns, USUAL_SECONDS) for each in both))
         if usual > 0:
             return now / usual
     return math.nan

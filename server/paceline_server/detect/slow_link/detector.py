@@ -200,31 +200,39 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
 
         On a busy host transfers vary so much that they alone reveal a slow network too late.
         """
-        if (cpu_wait_share(observation, self.generation) or 0.0) < LEAST_SHARE:
+        possible = self._levels.possible_rises()[:MOST_POSSIBLE]
+        share = cpu_wait_share(observation, self.generation) or 0.0 if possible else 0.0
+        if share < LEAST_SHARE:
             return []
         return [
             shift
-            for shift in self._levels.possible_rises()[:MOST_POSSIBLE]
+            for shift in possible
             if self._delivers_slower(
                 self._lanes[shift.series].ranks,
                 self._steps[-min(shift.steps, len(self._steps))].started_ns,
                 math.exp(shift.size),
+                share,
                 observation,
             )
         ]
 
     def _delivers_slower(
-        self, ranks: Sequence[int], onset_ns: int, slowdown: float, observation: Observation
+        self,
+        ranks: Sequence[int],
+        onset_ns: int,
+        slowdown: float,
+        waiting: float,
+        observation: Observation,
     ) -> bool | None:
         """Return whether TCP delivers so much more slowly that busy CPUs do not explain it.
 
-        None where transfers are not sent over TCP.
+        Ranks wait for a CPU in the share `waiting` of the time. None where transfers are not sent
+        over TCP.
         """
         delivery = delivery_slowdown(observation, self.generation, ranks, onset_ns)
         if delivery is None:
             return None
-        share = cpu_wait_share(observation, self.generation) or 0.0
-        return delivery >= max(1.0 + DELIVERY_PER_SHARE * share, math.sqrt(slowdown))
+        return delivery >= max(1.0 + DELIVERY_PER_SHARE * waiting, math.sqrt(slowdown))
 
     def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _ReportedRoute:
         others = [lane for lane in shifts if lane != shift.series]
@@ -353,7 +361,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         """
         now, slowdown = self._now_and_slowdown(reported)
         pressure = pressure_share(observation, self.generation, reported.route.ranks)
-        share = max(cpu_wait_share(observation, self.generation) or 0.0, _OF_PRESSURE * pressure)
+        waiting = cpu_wait_share(observation, self.generation) or 0.0
+        share = max(waiting, _OF_PRESSURE * pressure)
         seconds = (now_ns - reported.onset_ns) / 1e9
         accident = 1.0 + 2.0 * (largest_accident(share, seconds) - 1.0)
         least = max(self._detector.policy.slow_link_slowdown, accident)
@@ -361,12 +370,14 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         is_slow = slowdown is None or slowdown >= least
         if not is_slow or cost_ratio < self._detector.settings.cost_ratio:
             return False
-        is_known = cost_ratio >= self._risen_waits(reported, observation)
-        if is_known and share >= LEAST_SHARE:
-            ranks, onset_ns = reported.route.ranks, reported.onset_ns
-            is_slower = self._delivers_slower(ranks, onset_ns, slowdown or 1.0, observation)
-            is_known = is_slower is not False
-        if is_known:
+        is_network = cost_ratio >= self._risen_waits(reported, observation)
+        if is_network and share >= LEAST_SHARE:
+            ranks, since_ns = reported.route.ranks, reported.onset_ns
+            is_slower = self._delivers_slower(
+                ranks, since_ns, slowdown or 1.0, waiting, observation
+            )
+            is_network = is_slower is not False
+        if is_network:
             return True
         return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
 
