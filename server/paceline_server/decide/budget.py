@@ -8,6 +8,8 @@ from paceline_server.policy import Policy
 
 HOUR_NS = 3600 * NANOSECONDS
 DAY_NS = 24 * HOUR_NS
+_PATIENCE_GROWTH = 4.0
+_MOST_GROWTHS = 8  # a policy may allow a thousand restarts without progress
 
 
 def fruitless_restarts(view: JobView) -> int:
@@ -44,6 +46,15 @@ def not_before_ns(view: JobView, policy: Policy) -> int:
         return 0
     delay = min(policy.backoff_seconds * 2.0 ** (fruitless - 1), policy.backoff_maximum_seconds)
     return view.restarts[-1].at_ns + int(delay * NANOSECONDS)
+
+
+def hang_patience_seconds(view: JobView, policy: Policy) -> float:
+    """Return how long a hang may last before a restart: longer after each one without progress.
+
+    The script may pause there by design, for longer than the policy's patience.
+    """
+    growth = _PATIENCE_GROWTH ** min(fruitless_restarts(view), _MOST_GROWTHS)
+    return policy.hang_patience_seconds * growth
 
 
 def times_to_blame(view: JobView, node: str, now_ns: int) -> int:

@@ -50,8 +50,6 @@ PERSISTENT_STEPS = 20
 # that does not start is stronger evidence against its node than a later crash.
 _TOLERATED_FAILURES = 2
 _TOLERATED_FAILED_STARTS = 1
-# For a hang, by how much longer it is waited after each restart that led to no new step.
-_PATIENCE_GROWTH = 4.0
 _ASKS_FOR_CORRUPTION = (
     "A person has to approve it, because the ranks still train, and their steps since the damage "
     "are lost."
@@ -171,8 +169,7 @@ def urgency(incident: IncidentView) -> tuple[int, int, bool, bool]:
 def _may_continue(draft: Draft, incident: IncidentView) -> bool:
     """Return whether a hang is recent and its processes are running.
 
-    False if a restart was already begun for the incident. The patience grows with each restart that
-    led to no new step: the script may pause there by design, for longer than the patience.
+    False if a restart was already begun for the incident.
     """
     finding = incident.finding
     if finding.kind != HANG.name or incident.action_ids:
@@ -181,9 +178,8 @@ def _may_continue(draft: Draft, incident: IncidentView) -> bool:
         return False
     if any(symptom.follows == HANG.name for symptom in incident.symptoms):
         return False  # its ranks were killed
-    growth = _PATIENCE_GROWTH ** budget.fruitless_restarts(draft.view)
-    patience_ns = draft.policy.hang_patience_seconds * growth * NANOSECONDS
-    return draft.now_ns - incident.detection_ns < patience_ns
+    patience_seconds = budget.hang_patience_seconds(draft.view, draft.policy)
+    return draft.now_ns - incident.detection_ns < patience_seconds * NANOSECONDS
 
 
 def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from paceline_server.decide.budget import (
     alive,
     fruitless_restarts,
+    hang_patience_seconds,
     may_quarantine,
     not_before_ns,
     refusal,
@@ -55,6 +56,16 @@ def test_a_restart_is_fruitless_if_no_new_step_was_finished(job: JobView, count:
 def test_the_wait_doubles_up_to_its_maximum(job: JobView, seconds: float | None) -> None:
     expected = 0 if seconds is None else NOW_NS + seconds * SECOND
     assert not_before_ns(job, Policy()) == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "times"),
+    [(view(9, 8), 1), (view(9, 9), 4), (view(9, 9, 9), 16), (view(9, *[9] * 999), 4**8)],
+)
+def test_a_hang_gets_more_time_after_each_restart_without_progress(
+    job: JobView, times: int
+) -> None:
+    assert hang_patience_seconds(job, Policy()) == times * Policy().hang_patience_seconds
 
 
 def test_a_refusal_has_a_reason() -> None:
