@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline_server.detect.finding import Finding
 from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.flight_recorder.received import Received
@@ -183,5 +184,8 @@ class Observation:
     others_seen_ns: int = 0  # when the newest batch of a node without ranks of the job was received
     # Ranks of earlier runs that were seen since this generation began, if a launcher counts runs.
     earlier_ranks: Sequence[EarlierRank] = ()
-    # Kinds of the findings of earlier detectors that are not cleared.
-    active_kinds: frozenset[str] = frozenset()
+    active: Sequence[Finding] = ()  # findings that are not cleared
+
+    @property
+    def active_kinds(self) -> frozenset[str]:
+        return frozenset(finding.kind for finding in self.active)

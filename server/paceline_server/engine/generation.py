@@ -355,7 +355,7 @@ class RunningGeneration:
             observation = replace(
                 observation,
                 stragglers=frozenset(_stragglers(self._active_findings.values())),
-                active_kinds=frozenset(finding.kind for finding in self._active_findings.values()),
+                active=tuple(self._active_findings.values()),
             )
             found = [self._weighed(finding) for finding in detector.update(observation)]
             findings += found

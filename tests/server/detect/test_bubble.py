@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import msgspec
 import pytest
+from simulated_finding import straggler
 from simulated_job import SimulatedJob
 from simulated_step import START_NS, SimulatedStep, gpipe, one_forward_one_backward
 from watched import Watched
@@ -99,9 +101,8 @@ def test_a_young_job_is_judged_once_it_is_known_whether_its_cpus_are_busy(is_mea
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
 def test_what_other_detectors_report_is_not_reported_twice(schedule):
     assert shown(a_job(schedule, stage_cost={3: 1.6})) == []
-    assert (
-        shown(a_job(schedule, transfer_seconds=0.02), active_kinds=frozenset({"slow_link"})) == []
-    )
+    slow_link = msgspec.structs.replace(straggler(), kind="slow_link")
+    assert shown(a_job(schedule, transfer_seconds=0.02), active=[slow_link]) == []
     assert shown(a_job(schedule, slow={2: 2.0}), stragglers=frozenset({2})) == []
 
 

@@ -31,11 +31,21 @@ def test_every_folder_with_a_detector_is_registered():
 def test_a_healthy_run_has_no_finding(topology, seed):
     job = SimulatedJob(topology, seed=seed, jitter=0.15)
     job.spike_probability = 0.01
-    job.advance(60)
-    if topology.world_size > 1:  # a single rank has no peer that shares its host's slowness
-        job.host_factor = 3.0
-    job.advance(20)
+    job.advance(80)
     assert job.findings == []
+
+
+@pytest.mark.parametrize(
+    ("topology", "seed"),
+    [(Topology(2, 2, 2), 1), (Topology(1, 4, 1), 3), (Topology(4, 1, 1), 4)],
+)
+def test_a_slow_host_is_no_fault_of_a_rank(topology, seed):
+    job = SimulatedJob(topology, seed=seed, jitter=0.15)
+    job.spike_probability = 0.01
+    job.advance(60)
+    job.host_factor = 3.0
+    job.advance(20)
+    assert [(found.kind, found.severity) for found in job.findings] == [("slower_steps", "info")]
 
 
 def test_findings_are_the_same_for_the_same_run():

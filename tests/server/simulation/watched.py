@@ -44,7 +44,7 @@ class Watched:
         self.detector = detector(self.generation, Policy())
         self.telemetry = Telemetry()
         self.stragglers: frozenset[int] = frozenset()
-        self.active_kinds: frozenset[str] = frozenset()
+        self.active: Sequence[Finding] = ()
         self.ranks: dict[int, LiveRank] = {}
         self.findings: list[Finding] = []
         self._bubbles = BubbleModel(topology)
@@ -76,7 +76,7 @@ class Watched:
             replay=RunReplay(tuple(self._recent), self.topology, self.metadata),
             metadata=self.metadata,
             stragglers=self.stragglers,
-            active_kinds=self.active_kinds,
+            active=self.active,
         )
 
     def _summary(self, timing: StepTiming) -> StepSummary:

@@ -17,7 +17,18 @@ from paceline_server.detect.statistics.peer_levels import Floats, PeerLevels
 # A step change is found within this many steps; a creep had a part of its size before that.
 STEP_STEPS = 8
 PARTLY = 0.4
+# The onset of a creep is extrapolated from the step in which it reached this share of its size.
+_ONSET_SHARE = 0.3
 LEAST_RANKS = 3  # if two ranks drift apart, either may have changed
+
+
+def steps_since_onset(levels: PeerLevels, series: int, size: float) -> int | None:
+    """Return for how many steps a series has been creeping to `size` above its first level.
+
+    None if it changed from one step to the next, or only for a moment.
+    """
+    early = levels.steps_above(series, _ONSET_SHARE * size)
+    return None if early < STEP_STEPS else round(early / (1.0 - _ONSET_SHARE))
 
 
 class Creep:

@@ -47,7 +47,7 @@ Course = Literal["lasts", "milder", "over"]
 
 @dataclass(slots=True)
 class Rise:
-    """newest steps from which the course of a rise is judged"""
+    """A rise of the levels of some series that was found and is not over."""
 
     series: tuple[int, ...]
     size: float
@@ -242,6 +242,12 @@ class PeerLevels:
         self._explain(series, steps, size)
         before = _middle(self._monitor.center[list(series)])
         return Rise(series, size, before, self.pushed - steps)
+
+    def assume_creep(self, series: tuple[int, ...], size: float) -> Rise:
+        """Explain a rise of a known size since the first steps, which still grows."""
+        self._explain(series, FOLLOWED_STEPS, size)
+        before = _middle(self._first[list(series)])
+        return Rise(series, size, before, self.pushed - FOLLOWED_STEPS)
 
     def worsen(self, rise: Rise, steps: int) -> None:
         """Add the growth of a rise in the newest `steps` to its explained size."""

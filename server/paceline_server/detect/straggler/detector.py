@@ -51,7 +51,7 @@ from paceline_server.detect.statistics.change_point import (
     Shift,
     column_medians,
 )
-from paceline_server.detect.statistics.creep import STEP_STEPS, Creep
+from paceline_server.detect.statistics.creep import Creep, steps_since_onset
 from paceline_server.detect.statistics.load import ComputeLoads
 from paceline_server.detect.statistics.peer_levels import (
     FOLLOWED_STEPS,
@@ -90,8 +90,6 @@ _WAYS: dict[Way, str] = {
     "creeps": "has gradually become {slowdown:.2f}x slower than {whom} since about step {onset}",
 }
 _IN_OPTIMIZER = "has been {slowdown:.2f}x slower than {whom} since step {onset} (in its optimizer)"
-# The onset of a creep is extrapolated from the step in which it reached this share of its size.
-_CREEP_ONSET_SHARE = 0.3
 # A faster rise is no creep: noise can hide a step change for some short steps.
 _LEAST_CREEP_NS = 10_000_000_000
 _CREEP_GROWTH = 1.5  # multiple of the reported excess from which a creep is reported again
@@ -307,18 +305,21 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             unit = self._units.name(ranks[0], ranks)
             if unit.fingerprint in self.reported:
                 continue
-            early = self._levels.steps_above(ranks[0], _CREEP_ONSET_SHARE * size)
-            if early < STEP_STEPS:
-                continue  # a step change, or temporary
-            steps = min(round(early / (1.0 - _CREEP_ONSET_SHARE)), len(self._steps))
+            crept = steps_since_onset(self._levels, ranks[0], size)
+            if crept is None:
+                continue
+            steps = min(crept, len(self._steps))
             seconds_ns = self._steps[-1].ended_ns - self._steps[-steps].started_ns
             if seconds_ns < _LEAST_CREEP_NS and steps < KEPT:
                 continue
             # Noise hid a change from one step to the next, which then is the onset.
             jumped = self._levels.steps_since_jump(ranks[0], size)
-            rise = self._levels.assume(unit.ranks, jumped or FOLLOWED_STEPS, size)
-            way: Way = "creeps" if jumped is None else "steady"
-            yield self._activate(unit, way, self._levels, rise, jumped or steps)
+            if jumped is None:
+                rise = self._levels.assume_creep(unit.ranks, size)
+                yield self._activate(unit, "creeps", self._levels, rise, steps)
+            else:
+                rise = self._levels.assume(unit.ranks, jumped, size)
+                yield self._activate(unit, "steady", self._levels, rise, jumped)
 
     def _activate(
         self, unit: SlowUnit, way: Way, levels: PeerLevels, rise: Rise, steps: int

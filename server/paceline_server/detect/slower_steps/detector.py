@@ -1,0 +1,373 @@
+"""Detect that the steps of the whole job take longer than before.
+
+Other detectors compare ranks with one another, or links with their own past. Where all ranks, or
+most of them, become slower at once (power is limited in a row of racks, another job loads the
+switch or the file system, the script itself does more), no rank is an outlier. So the step time
+itself is compared with its past, without checkpoints and evaluations. Nothing is reported where
+another finding of the same time explains it, or where a step contains as much more work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from paceline_server.detect.causes.catalog import UNKNOWN, can_end_without_fix
+from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
+from paceline_server.detect.contract import Detector
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.host_load import LEAST_SHARE, cpu_wait_share, largest_accident
+from paceline_server.detect.kinds import BUBBLE, HOST_NOISE, SLOWER_STEPS, Kind, kind_of
+from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.rank_list import ranks_text
+from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
+from paceline_server.detect.rise_reports import ReportedRise, RiseReports
+from paceline_server.detect.slower_steps.settings import DEFAULTS, SlowerStepsSettings
+from paceline_server.detect.slower_steps.typical_step import (
+    COLLECTION,
+    COMPUTE,
+    DATA,
+    OWN_PARTS,
+    PARTS,
+    TRANSFERS,
+    WAITS,
+    StepParts,
+    parts_of,
+    typical,
+)
+from paceline_server.detect.statistics.change_point import KEPT, PAST
+from paceline_server.detect.statistics.creep import steps_since_onset
+from paceline_server.detect.statistics.peer_levels import (
+    FIRST_STEPS,
+    FOLLOWED_STEPS,
+    PeerLevels,
+    Rise,
+)
+from paceline_server.policy import Policy
+
+FINGERPRINT = "slower_steps"
+RESOLUTION = 0.004  # relative to the step time: timers and schedulers are not more precise
+RECENT_STEPS = 16  # newest steps, whose typical step is the present one
+NEAR_STEPS = 8  # findings whose onset is at most this much earlier began at the same time
+EXPLAINED = 0.5  # share of the cost, or of the rise, that is an explanation
+USUAL_REPORTS = 3  # so many reports of a level make it usual for the job
+NODES_DIAGNOSED = 4  # a cause that all nodes share shows in these
+NOTABLE = 0.1  # share of the increase from which a part is evidence
+WAITS_EXCEED = 0.4  # a part that grew by this share of the waits explains them
+ALIKE = 0.2  # relative change of a slowdown that is too small to report again
+
+# Kinds of findings whose causes make this part longer.
+_CAUSES_OF_KIND = {DATA: "slow_data", TRANSFERS: "slow_link"}
+_SCRIPT = "check what the script does since then: longer inputs, unfrozen layers, another phase"
+_ADVICE = {
+    COMPUTE: f"Compare clocks, power limits and temperatures with those before the onset, and "
+    f"{_SCRIPT}.",
+    DATA: "Check the file system or data server that all ranks read from, and who else uses it.",
+    TRANSFERS: "Check the network that all ranks share: other jobs on the switch, congestion.",
+    COLLECTION: "Find what the script keeps alive: each garbage collection visits all objects.",
+}
+_OTHER_ADVICE = f"Profile one rank, and {_SCRIPT}."
+
+
+@dataclass(slots=True)
+class _ReportedSlowdown(ReportedRise):
+    before: StepParts
+    is_gradual: bool
+    was_long: bool = False  # when it was reported
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    number: int
+    started_ns: int
+    ended_ns: int
+    parts: StepParts
+
+
+class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
+    """Finding kind `slower_steps`, fingerprint `slower_steps`."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (SLOWER_STEPS,)
+    order: ClassVar[int] = 22
+
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: SlowerStepsSettings = DEFAULTS
+    ) -> None:
+        Detector.__init__(self, generation, policy)
+        RiseReports.__init__(self)
+        self.settings = settings
+        self._levels = PeerLevels(
+            1,
+            smallest=math.log(settings.slowdown),
+            false_alarms=settings.false_alarms_per_step,
+            resolution=RESOLUTION,
+        )
+        self._steps: deque[_Step] = deque(maxlen=KEPT)
+        self._first: StepParts | None = None  # typical of the first steps
+        self._former_levels: deque[float] = deque(maxlen=2 * USUAL_REPORTS)
+
+    def update(self, observation: Observation) -> list[Finding]:
+        findings = []
+        steps = zip(observation.steps, observation.timings, strict=True)
+        for summary, timing in self.after_warmup(steps):
+            if not timing.ranks.rank.size:
+                continue
+            parts = parts_of(summary, timing, self.generation.topology.world_size)
+            started_ns, ended_ns = int(timing.ranks.start_ns.min()), int(timing.ranks.end_ns.max())
+            self._steps.append(_Step(timing.step, started_ns, ended_ns, parts))
+            self._levels.push(np.array([math.log(parts.seconds)]))
+            if self._levels.pushed == FIRST_STEPS:
+                self._first = typical([step.parts for step in self._steps])
+            self._find_rises()
+            findings += self._explained(observation)
+            findings += self.follow(timing.step, ended_ns, observation)
+        return findings
+
+    def _find_rises(self) -> None:
+        for shift in self._levels.rises():
+            known = self.reported.get(FINGERPRINT)
+            if known is not None:
+                self._levels.worsen(known.rise, shift.steps)
+                return
+            steps = [step.parts for step in self._steps][: -shift.steps]
+            rise = self._levels.begin((0,), shift.steps)
+            self._activate(rise, shift.steps, typical(steps[-PAST:]))
+        if FINGERPRINT not in self.reported and self._first is not None:
+            self._find_gradual_rise(self._first)
+
+    def _find_gradual_rise(self, first: StepParts) -> None:
+        levels, least = self._levels, math.log(self.settings.gradual_slowdown)
+        (moved,), (score,) = levels.moved()
+        if not (moved >= least and score >= levels.needed):
+            return
+        size, crept = float(moved), steps_since_onset(levels, 0, moved)
+        if crept is None:
+            return
+        jumped = levels.steps_since_jump(0, size)
+        if jumped is not None:
+            self._activate(levels.assume((0,), jumped, size), jumped, first)
+        else:
+            self._activate(levels.assume_creep((0,), size), crept, first, is_gradual=True)
+
+    def _activate(
+        self, rise: Rise, steps: int, before: StepParts, *, is_gradual: bool = False
+    ) -> None:
+        onset = self._steps[-min(steps, len(self._steps))]
+        blank = self.finding(
+            FINGERPRINT,
+            cause=UNKNOWN,
+            summary="",
+            now_ns=0,
+            onset_step=onset.number,
+            persistence="persistent",
+        )
+        self.reported[FINGERPRINT] = _ReportedSlowdown(
+            self._levels, rise, onset.started_ns, blank, before, is_gradual
+        )
+
+    # Explanations of the rise
+
+    def is_certain(
+        self, reported: _ReportedSlowdown, now_ns: int, observation: Observation
+    ) -> bool:
+        """Return whether it lasts, and neither chance nor more work explains it."""
+        seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
+        if seconds < self.settings.lasting_seconds or self._is_usual(reported):
+            return False
+        if self._is_explained(reported, observation) or self._has_more_work(reported):
+            return False
+        share = cpu_wait_share(observation, self.generation)
+        return slowdown >= largest_accident(share, seconds)
+
+    def _is_usual(self, reported: _ReportedSlowdown) -> bool:
+        """Return whether such a level was reported several times, and was over each time."""
+        if len(self._former_levels) < USUAL_REPORTS:
+            return False
+        usual = sorted(self._former_levels)[-USUAL_REPORTS]
+        return _level(reported) < usual + math.log(self.settings.slowdown)
+
+    def _has_more_work(self, reported: _ReportedSlowdown) -> bool:
+        """Return whether the steps contain more samples, tokens or microbatches than before."""
+        more = np.log(self._now(reported).work / reported.before.work)
+        return bool(np.nan_to_num(more).max() >= EXPLAINED * reported.rise.size)
+
+    def _is_explained(self, reported: _ReportedSlowdown, observation: Observation) -> bool:
+        """Return whether other findings of the same time explain it."""
+        if HOST_NOISE.name in observation.active_kinds:
+            return True
+        onset = reported.finding.onset_step or 0
+        costs = [
+            other.cost_ratio or 0.0
+            for other in observation.active
+            if other.kind not in (SLOWER_STEPS.name, BUBBLE.name)
+            and kind_of(other.kind).effect == "slow"
+            and other.onset_step is not None
+            and other.onset_step >= onset - NEAR_STEPS
+        ]
+        return sum(costs) >= EXPLAINED * (cost_of(self.slowdown(reported)) or 0.0)
+
+    def _explained(self, observation: Observation) -> list[Finding]:
+        """Return the end of a reported finding that a later one explains."""
+        reported = self.reported.get(FINGERPRINT)
+        if reported is None or not reported.is_reported:
+            return []
+        if not self._is_explained(reported, observation):
+            return []
+        del self.reported[FINGERPRINT]
+        summary = "Another finding explains why the steps take longer."
+        return [cleared(reported.finding, summary, observation.now_ns, self._steps[-1].number)]
+
+    # The report
+
+    def describe(self, reported: _ReportedSlowdown, observation: Observation) -> Finding:
+        """Return the verdict as of the newest step."""
+        slowdown, now = self.slowdown(reported), self._now(reported)
+        usual, cost = reported.before.seconds, cost_of(slowdown) or 0.0
+        diagnosis = self.diagnose(reported, slowdown, observation)
+        reported.was_long = self._is_long(reported)
+        part, share = _longer_part(reported.before, now)
+        mostly = f", mostly in {part}" if share >= 0.5 else ""
+        onset = reported.finding.onset_step
+        since = f"have taken {slowdown:.2f}x as long since step {onset}"
+        if reported.is_gradual:
+            since = f"have gradually become {slowdown:.2f}x as long since about step {onset}"
+        return msgspec.structs.replace(
+            reported.finding,
+            cause=diagnosis.cause,
+            causes=diagnosis.causes,
+            advice=diagnosis.advice or _ADVICE.get(part, _OTHER_ADVICE),
+            summary=(
+                f"Steps {since}{self._on_ranks(reported.before, now, part)} "
+                f"({_duration(usual * slowdown)}, {_duration(usual)} before){mostly}, "
+                f"{because(diagnosis)}. This {cost_text(cost, slowdown)}."
+            ),
+            detected_ns=observation.now_ns,
+            step=self._steps[-1].number,
+            slowdown=slowdown,
+            cost_ratio=cost,
+            speedup=slowdown,
+            severity=self._severity(reported, diagnosis, observation),
+            evidence=[*_evidence(reported.before, now), *diagnosis.evidence],
+            counter_evidence=diagnosis.counter_evidence,
+        )
+
+    def _on_ranks(self, before: StepParts, now: StepParts, part: str) -> str:
+        """Return on which ranks, if their own time became longer."""
+        if part not in OWN_PARTS:
+            return ""
+        more = now.own - before.own
+        known = np.flatnonzero(~np.isnan(more))
+        slower = known[more[known] >= EXPLAINED * np.median(more[known])]
+        if slower.size == known.size:
+            return " on all ranks" if known.size > 1 else ""
+        return f" on {slower.size} of {known.size} ranks ({ranks_text(slower.tolist())})"
+
+    def _severity(
+        self, reported: _ReportedSlowdown, diagnosis: Diagnosis, observation: Observation
+    ) -> str:
+        if not self._is_long(reported) or can_end_without_fix(diagnosis.cause):
+            return "info"
+        share = cpu_wait_share(observation, self.generation)
+        return "warning" if (share or 0.0) < LEAST_SHARE else "info"
+
+    def _is_long(self, reported: _ReportedSlowdown) -> bool:
+        seconds = (self._steps[-1].ended_ns - reported.onset_ns) / 1e9
+        return seconds >= self.settings.warning_seconds
+
+    def diagnose(
+        self, reported: _ReportedSlowdown, slowdown: float | None, observation: Observation
+    ) -> Diagnosis:
+        """Return the cause that most nodes share, each compared with its own past."""
+        part, _ = _longer_part(reported.before, self._now(reported))
+        nodes = sorted(set(self.generation.nodes.values()))
+        diagnosed = nodes[:: max(len(nodes) // NODES_DIAGNOSED, 1)]
+        found = [
+            diagnose(
+                None,
+                reported.onset_ns,
+                reported.finding.onset_step,
+                observation,
+                self._of_node(node),
+                kind=_CAUSES_OF_KIND.get(part, "straggler"),
+                slowdown=slowdown,
+                node=node,
+            )
+            for node in diagnosed
+        ]
+        causes = Counter(one.cause for one in found)
+        for one in found:
+            if one.cause != UNKNOWN and 2 * causes[one.cause] > len(found):
+                return one
+        return Diagnosis()
+
+    def _of_node(self, node: str) -> Generation:
+        """Return the generation without other nodes: those have no other fate to compare with."""
+        ranks = {rank: name for rank, name in self.generation.nodes.items() if name == node}
+        return replace(self.generation, nodes=ranks)
+
+    def _now(self, reported: _ReportedSlowdown) -> StepParts:
+        since = self._levels.pushed - reported.rise.since
+        steps = list(self._steps)[-max(min(since, RECENT_STEPS), 1) :]
+        return typical([step.parts for step in steps])
+
+    def recovery_text(self, reported: _ReportedSlowdown) -> str:
+        self._former_levels.append(_level(reported))
+        newest = typical([step.parts for step in self._steps][-FOLLOWED_STEPS:])
+        return f"Steps take {_duration(newest.seconds)} again."
+
+    def slowdown(self, reported: _ReportedSlowdown) -> float:
+        return math.exp(reported.rise.size)
+
+    def measure_again(self, reported: _ReportedSlowdown) -> None:
+        if reported.is_gradual:
+            reported.levels.grow(reported.rise)
+        else:
+            reported.levels.correct(reported.rise)
+
+    def is_alike(self, reported: _ReportedSlowdown, slowdown: float | None) -> bool:
+        is_alike_long = self._is_long(reported) == reported.was_long
+        return is_alike_long and is_alike(slowdown, reported.finding.slowdown, ALIKE)
+
+
+def _level(reported: _ReportedSlowdown) -> float:
+    return reported.rise.before + reported.rise.size
+
+
+def _longer_part(before: StepParts, now: StepParts) -> tuple[str, float]:
+    """Return the part that became longest, and its share of the increase.
+
+    Ranks wait longer where others, or earlier stages of a pipeline, became slower: waits are
+    named only if nothing else explains most of the increase.
+    """
+    more = now.parts - before.parts
+    direct = np.array([part != WAITS for part in PARTS])
+    first = int(np.where(direct, more, -np.inf).argmax())
+    if more[first] < WAITS_EXCEED * more.max():
+        first = int(more.argmax())
+    return PARTS[first], float(more[first] / max(now.seconds - before.seconds, 1e-9))
+
+
+def _evidence(before: StepParts, now: StepParts) -> list[Evidence]:
+    """Return the parts that became longer, those that grew most first."""
+    more = now.parts - before.parts
+    notable = NOTABLE * max(now.seconds - before.seconds, 0.0)
+    return [
+        Evidence(
+            f"{PARTS[part]}: {_duration(now.parts[part])} per step, {_duration(before.parts[part])}"
+            " before",
+            "step_seconds",
+            float(now.parts[part]),
+            float(before.parts[part]),
+        )
+        for part in np.argsort(-more).tolist()
+        if more[part] >= notable
+    ]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{seconds * 1e3:.0f} ms"
