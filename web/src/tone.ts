@@ -59,6 +59,7 @@ export function appearanceOfVerdict(verdict: Verdict, job: Job, incident: Incide
     case "finished":
       return GOOD;
     case "starting":
+    case "standstill":
       return WAITING;
     case "recovering":
       return REPAIRING;

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from paceline_server.api import schemas
 from paceline_server.api.condition import Condition
 from paceline_server.api.coverage import unrecorded_communication
+from paceline_server.api.standstill import standstill
 from paceline_server.api.times import time_of
 from paceline_server.detect.kinds import kind_of
 from paceline_server.lag import outdated_sentence
@@ -28,6 +29,7 @@ JobVerdict = Literal[
     "failure",
     "outdated",
     "unobserved",
+    "standstill",
 ]
 _WINDOW_STEPS = 10
 _UNOBSERVED = (
@@ -68,6 +70,9 @@ def _current(session: Session, job: models.JobRow, known: Condition) -> schemas.
     dead = known.dead if job.state == "running" else None
     if dead is not None and (worst is None or kind_of(worst.kind).effect != "stopped"):
         return _verdict("failure", _exited(dead))
+    is_minor = worst is None or worst.severity == "info"
+    if is_minor and job.state == "running" and (still := standstill(session, job)):
+        return _verdict("standstill", still)
     if worst is not None:
         finding = worst.view.finding
         restarting = "Restarting. " if job.state == "recovering" else ""

@@ -161,6 +161,26 @@ def rank_states(session: Session, job_id: str) -> dict[str, int]:
     return dict(session.execute(query).all())
 
 
+def least_operation_seconds(session: Session, job_id: str) -> float | None:
+    """Return how long every running rank has been in its operation; None if it is not known."""
+    query = select(
+        func.min(RankRow.operation_seconds), func.count(), func.count(RankRow.operation_seconds)
+    ).where(RankRow.job_id == job_id, RankRow.state == "attached")
+    seconds, count, known = session.execute(query).one()
+    return seconds if known == count else None
+
+
+def ranks_by_operation(session: Session, job_id: str) -> dict[str, list[int]]:
+    """Return the running ranks by the operation that they are in."""
+    query = select(RankRow.rank, RankRow.operation).where(
+        RankRow.job_id == job_id, RankRow.state == "attached", RankRow.operation.is_not(None)
+    )
+    found: dict[str, list[int]] = {}
+    for rank, operation in session.execute(query.order_by(RankRow.rank)):
+        found.setdefault(operation or "", []).append(rank)
+    return found
+
+
 def nodes(session: Session, limit: int, after: str | None) -> Sequence[NodeRow]:
     """Return one page of nodes, ordered by name."""
     query = select(NodeRow).order_by(NodeRow.agent_id).limit(limit)

@@ -106,6 +106,28 @@ def change(server: Any, table: Any, key: Any, **values: object) -> None:
             setattr(row, name, value)
 
 
+def test_a_standstill_is_shown_with_what_each_rank_does_until_a_hang_is_found(
+    server: Any, client: httpx.Client, job_id: str
+) -> None:
+    put(server, incident(job_id, "the CPUs are busy", "info", 0.0, "host_noise"))
+    change(server, JobRow, job_id, step_seconds=0.5)
+    change(server, RankRow, (job_id, 0), operation="checkpoint", operation_seconds=34.2)
+    assert get(client, job_id)["verdict"]["kind"] == "host_noise"
+    change(server, RankRow, (job_id, 1), operation="all_reduce world#7", operation_seconds=9.0)
+    assert get(client, job_id)["verdict"]["kind"] == "host_noise"
+    change(server, RankRow, (job_id, 1), operation_seconds=33.0)
+    verdict = get(client, job_id)["verdict"]
+    assert (verdict["kind"], verdict["incident_id"]) == ("standstill", None)
+    assert verdict["text"] == (
+        "No progress for 33 s: rank 0 in checkpoint, rank 1 in all_reduce world#7."
+    )
+    change(server, JobRow, job_id, step_seconds=5.0)
+    assert get(client, job_id)["verdict"]["kind"] == "host_noise"
+    change(server, JobRow, job_id, step_seconds=0.5)
+    put(server, incident(job_id, "hung", "critical", 0.0, "hang"))
+    assert get(client, job_id)["verdict"]["incident_id"] == "hung"
+
+
 def test_the_headline_and_the_list_begin_with_the_worst_incident(
     server: Any, client: httpx.Client, job_id: str
 ) -> None:
