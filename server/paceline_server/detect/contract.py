@@ -16,8 +16,8 @@ from typing import ClassVar, TypeVar, Unpack
 from paceline_server.detect.finding import Finding, FindingDetails
 from paceline_server.detect.kinds import Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.shared_settings import WARMUP_STEPS
 from paceline_server.policy import Policy
+from paceline_server.steps.first_steps import WARMUP_STEPS
 
 Step = TypeVar("Step")
 

@@ -11,7 +11,7 @@ from paceline_server.detect.telemetry import Telemetry
 from paceline_server.flight_recorder.received import Received
 from paceline_server.steps.groups import Groups
 from paceline_server.steps.timing import StepTiming
-from paceline_server.steps.types import StepSummary
+from paceline_server.steps.types import StepSummary, UsualStep
 from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import DeviceEvent, RankExited, RankStackTraces, RankState
 from paceline_wire.ring import StateView
@@ -31,6 +31,7 @@ class Generation:
     nodes: Mapping[int, str]  # agent_id by rank
     gpus: Mapping[int, int | None]  # rank -> NVML index on that node
     started_ns: int
+    earlier: UsualStep | None = None  # fastest of the earlier generations
 
     def node(self, rank: int | None) -> str | None:
         return None if rank is None else self.nodes.get(rank)
@@ -171,6 +172,7 @@ class Observation:
     step_seconds: float | None = None  # median of the recent steps of this generation
     step_seconds_p99: float | None = None
     steps_finished: int = 0  # in this generation
+    usual_step: UsualStep | None = None  # typical of its first steps; None: too few
     timings: Sequence[StepTiming] = ()  # one for each of `steps`, in the same order
     replay: RunReplay | None = None  # replay of the recent steps
     metadata: Mapping[str, str] = field(default_factory=dict)  # schedule, microbatches, ...

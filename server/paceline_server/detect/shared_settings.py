@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-# Allocators, caches, JIT and page faults make the first steps of a generation slow by different
-# amounts.
-WARMUP_STEPS: Final = 3
 # Number of past steps in a baseline; with 10, the error of its median is a third of one step's.
 BASELINE_STEPS: Final = 10
 # A problem that is over sooner is not reported: other processes occasionally take the

@@ -18,7 +18,7 @@ from paceline_server.engine.generation import RunningGeneration
 from paceline_server.engine.types import Outcome, Placement
 from paceline_server.policy import Policy
 from paceline_server.steps.ledger import GoodputLedger, LedgerState
-from paceline_server.steps.types import Efficiency, Ledger, StepSummary
+from paceline_server.steps.types import Efficiency, Ledger, StepSummary, UsualStep
 from paceline_wire.batch import Batch
 
 
@@ -28,6 +28,7 @@ class _Memory(msgspec.Struct):
     ledger: LedgerState
     highest_step: int | None = None
     efficiency: Efficiency = Efficiency()
+    usual: UsualStep | None = None
 
 
 _memory = msgspec.msgpack.Decoder(_Memory)
@@ -59,6 +60,7 @@ class Engine:
         self._ledger = GoodputLedger(restored.ledger)
         self._highest_step = restored.highest_step
         self._efficiency = restored.efficiency
+        self._usual = restored.usual  # fastest of the generations
         self._telemetry = Telemetry()
         self._clocks = NodeClocks()
         self._last_seen_ns: dict[str, int] = {}
@@ -69,7 +71,7 @@ class Engine:
 
     def memory(self) -> bytes:
         """Return the ledger and the highest step, stored in one transaction with the cursor."""
-        memory = _Memory(self._ledger.state(), self._highest_step, self._efficiency)
+        memory = _Memory(self._ledger.state(), self._highest_step, self._efficiency, self._usual)
         return msgspec.msgpack.encode(memory)
 
     def place(self, placement: Placement) -> None:
@@ -81,7 +83,9 @@ class Engine:
             return
         if self._running is not None:
             self._left_over += self._running.take_complete(None)
-        self._running = RunningGeneration(self.job_id, placement, self._policy, self._detectors)
+        self._running = RunningGeneration(
+            self.job_id, placement, self._policy, self._detectors, self._usual
+        )
         self._suspended = False
         self._ledger.begin(placement.generation, placement.started_ns, placement.resume_step)
 
@@ -130,6 +134,7 @@ class Engine:
             self._highest_step = max(summary.step, self._highest_step or 0)
         if steps:
             self._efficiency = running.efficiency()
+            self._usual = _faster(self._usual, running.usual_step)
         findings = []
         if not self._suspended:
             findings = running.detect(
@@ -164,3 +169,10 @@ class Engine:
     def ledger(self, as_of_ns: int) -> Ledger:
         """Return the ledger of a job that ended at `as_of_ns`."""
         return replace(self._ledger.read(as_of_ns), efficiency=self._efficiency)
+
+
+def _faster(one: UsualStep | None, other: UsualStep | None) -> UsualStep | None:
+    """Return the faster of two usual steps; `other` where only it is of the current topology."""
+    if one is None or other is None:
+        return one or other
+    return one if one.topology == other.topology and one.seconds <= other.seconds else other

@@ -35,9 +35,10 @@ from paceline_server.flight_recorder import received
 from paceline_server.flight_recorder.received import Received
 from paceline_server.policy import Policy
 from paceline_server.steps.efficiency import MeasuredStep, efficiency
+from paceline_server.steps.first_steps import FirstSteps
 from paceline_server.steps.model import StepModel
 from paceline_server.steps.timing import StepTiming
-from paceline_server.steps.types import Efficiency, StepSummary
+from paceline_server.steps.types import Efficiency, StepSummary, UsualStep
 from paceline_server.whatif.goodput import step_goodput
 from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import (
@@ -74,6 +75,7 @@ class RunningGeneration:
         placement: Placement,
         policy: Policy,
         detectors: Sequence[type[Detector]],
+        earlier: UsualStep | None = None,
     ) -> None:
         self.placement = placement
         self.generation = Generation(
@@ -83,6 +85,7 @@ class RunningGeneration:
             nodes=dict(placement.nodes),
             gpus=dict(placement.gpus),
             started_ns=placement.started_ns,
+            earlier=earlier,
         )
         self._job = job_id
         # that a rank of this run reports
@@ -117,6 +120,7 @@ class RunningGeneration:
         self._replay = RunReplay((), self.generation.topology, {})
         self._active_findings: dict[str, Finding] = {}  # by fingerprint
         self._steps_finished = 0
+        self._first_steps = FirstSteps(placement.generation)
         self.first_step: int | None = None  # that all ranks finished
         self.step_times: dict[int, tuple[int, int]] = {}  # start and end of the recent steps
         self._blocked_seconds: deque[float] = deque(maxlen=SAVED_STEPS)  # by recent checkpoints
@@ -254,6 +258,7 @@ class RunningGeneration:
                 del self.step_times[next(iter(self.step_times))]
             self._joined.add(summary, now_ns)
         self._steps_finished += len(steps)
+        self._first_steps.add(steps, self.generation.topology)
         blocked = [timing.ranks.checkpoint_seconds.max(initial=0.0) for _, timing in finished]
         self._blocked_seconds += [float(seconds) for seconds in blocked if seconds > 0.0]
         if steps and self.first_step is None:
@@ -342,6 +347,7 @@ class RunningGeneration:
             step_seconds=median(self._durations) if self._durations else None,
             step_seconds_p99=self._step_seconds_p99(),
             steps_finished=self._steps_finished,
+            usual_step=self.usual_step,
             stacks=self._stacks,
             dumps=self._dumps,
             records=self._records,
@@ -407,6 +413,11 @@ class RunningGeneration:
             return None
         note = f"With {ranks_text(others - own)} fixed as well, it gives {together:.2f}x."
         return saved - saved_by_others, note
+
+    @property
+    def usual_step(self) -> UsualStep | None:
+        """The typical of the first steps; None before enough have finished."""
+        return self._first_steps.usual
 
     def step_seconds(self) -> float | None:
         """Return the median of the recent steps, each the mean of its ranks."""

@@ -6,6 +6,8 @@ from statistics import fmean
 
 import msgspec
 
+from paceline_wire.topology import Topology
+
 
 class StageBubble(msgspec.Struct, frozen=True):
     """Idle time of one pipeline stage within the pipeline phase of one step.
@@ -74,6 +76,16 @@ class StepGoodput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     peer_wait_seconds: float  # lost: other waits for the last rank of a collective or transfer
     bubble_excess_seconds: float  # lost: idle time beyond the schedule
     slow_link_seconds: float = 0.0  # lost: slow links, and waits for them
+
+
+class UsualStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The typical step at the begin of a generation, with which later ones are compared."""
+
+    generation: int
+    topology: Topology
+    seconds: float  # mean over the ranks
+    samples: float | None = None  # sum over the replicas; None: not counted
+    tokens: float | None = None
 
 
 LOSSES = (

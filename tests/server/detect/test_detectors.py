@@ -4,10 +4,11 @@ import copy
 from pathlib import Path
 
 import pytest
-from simulated_job import SimulatedJob
+from simulated_job import JOB, SimulatedJob
 
 from paceline_server import detect
 from paceline_server.detect.registry import detector_classes
+from paceline_server.engine.engine import Engine
 from paceline_server.engine.generation import RunningGeneration
 from paceline_server.policy import Policy
 from paceline_wire.topology import Topology
@@ -76,3 +77,18 @@ def test_nothing_is_shared_between_generations():
     job.advance(3)
     assert first._detectors is not second._detectors
     assert [vars(each).keys() for each in second._detectors] == [each.keys() for each in before]
+
+
+@pytest.mark.parametrize(("factor", "number"), [(1.5, 1), (1.1, 0)])
+def test_a_restart_that_makes_all_steps_longer_is_reported(factor, number):
+    job = SimulatedJob(Topology(4, 1, 1), seed=1, jitter=0.05)
+    job.advance(60)
+    job.engine = Engine(JOB, memory=job.engine.memory())
+    job.generation, job.host_factor = 1, factor
+    job.place()
+    job.advance(60)
+    assert len(job.findings) == number
+    for found in job.findings:
+        assert (found.kind, found.severity, found.generation) == ("slower_steps", "info", 1)
+        assert "x as long as in generation 0 (" in found.summary
+        assert found.slowdown == pytest.approx(factor, rel=0.1)

@@ -37,6 +37,7 @@ from paceline_server.detect.slower_steps.typical_step import (
     TRANSFERS,
     WAITS,
     StepParts,
+    only_seconds,
     parts_of,
     typical,
 )
@@ -49,6 +50,7 @@ from paceline_server.detect.statistics.peer_levels import (
     Rise,
 )
 from paceline_server.policy import Policy
+from paceline_server.steps.types import UsualStep
 
 FINGERPRINT = "slower_steps"
 RESOLUTION = 0.004  # relative to the step time: timers and schedulers are not more precise
@@ -62,22 +64,27 @@ WAITS_EXCEED = 0.4  # a part that grew by this share of the waits explains them
 ALIKE = 0.2  # relative change of a slowdown that is too small to report again
 
 # Kinds of findings whose causes make this part longer.
-_CAUSES_OF_KIND = {DATA: "slow_data", TRANSFERS: "slow_link"}
+_CAUSES_OF_KIND: dict[str | None, str] = {DATA: "slow_data", TRANSFERS: "slow_link"}
 _SCRIPT = "check what the script does since then: longer inputs, unfrozen layers, another phase"
-_ADVICE = {
+_ADVICE: dict[str | None, str] = {
     COMPUTE: f"Compare clocks, power limits and temperatures with those before the onset, and "
     f"{_SCRIPT}.",
     DATA: "Check the file system or data server that all ranks read from, and who else uses it.",
     TRANSFERS: "Check the network that all ranks share: other jobs on the switch, congestion.",
     COLLECTION: "Find what the script keeps alive: each garbage collection visits all objects.",
 }
+_RESTART_ADVICE = (
+    "Compare the nodes, the network and the software of both generations: `paceline preflight` "
+    "measures the nodes."
+)
 _OTHER_ADVICE = f"Profile one rank, and {_SCRIPT}."
 
 
 @dataclass(slots=True)
 class _ReportedSlowdown(ReportedRise):
     before: StepParts
-    is_gradual: bool
+    is_gradual: bool = False
+    earlier: UsualStep | None = None  # with which this generation is compared
     was_long: bool = False  # when it was reported
 
 
@@ -110,6 +117,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         self._steps: deque[_Step] = deque(maxlen=KEPT)
         self._first: StepParts | None = None  # typical of the first steps
         self._former_levels: deque[float] = deque(maxlen=2 * USUAL_REPORTS)
+        self._is_compared = False  # with the earlier generations
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
@@ -126,7 +134,35 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             self._find_rises()
             findings += self._explained(observation)
             findings += self.follow(timing.step, ended_ns, observation)
+        if not self._is_compared and self._steps and observation.usual_step is not None:
+            self._is_compared = True
+            findings += self._compare(observation.usual_step, observation)
         return findings
+
+    def _compare(self, usual: UsualStep, observation: Observation) -> list[Finding]:
+        """Return a finding if this generation is slower than the fastest of the earlier ones."""
+        earlier = self.generation.earlier
+        if earlier is None or FINGERPRINT in self.reported:
+            return []
+        if earlier.generation >= usual.generation or earlier.topology != usual.topology:
+            return []
+        slowdown = usual.seconds / earlier.seconds
+        share = cpu_wait_share(observation, self.generation)
+        seconds = (self._steps[-1].ended_ns - self.generation.started_ns) / 1e9
+        least = max(
+            self.settings.slowdown_since_restart,
+            largest_accident(share, seconds),
+            _more_work(usual, earlier) ** (1.0 / EXPLAINED),
+        )
+        if slowdown < least:
+            return []
+        rise = self._levels.assume((0,), self._levels.pushed, math.log(slowdown))
+        before = only_seconds(earlier.seconds, self.generation.topology.world_size)
+        reported = self._activate(rise, len(self._steps), before)
+        reported.earlier = earlier
+        if self._is_explained(reported, observation):
+            return []
+        return [self.report(reported, observation)]
 
     def _find_rises(self) -> None:
         for shift in self._levels.rises():
@@ -156,7 +192,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
 
     def _activate(
         self, rise: Rise, steps: int, before: StepParts, *, is_gradual: bool = False
-    ) -> None:
+    ) -> _ReportedSlowdown:
         onset = self._steps[-min(steps, len(self._steps))]
         blank = self.finding(
             FINGERPRINT,
@@ -166,9 +202,11 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             onset_step=onset.number,
             persistence="persistent",
         )
-        self.reported[FINGERPRINT] = _ReportedSlowdown(
+        reported = _ReportedSlowdown(
             self._levels, rise, onset.started_ns, blank, before, is_gradual
         )
+        self.reported[FINGERPRINT] = reported
+        return reported
 
     # Explanations of the rise
 
@@ -236,11 +274,14 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         since = f"have taken {slowdown:.2f}x as long since step {onset}"
         if reported.is_gradual:
             since = f"have gradually become {slowdown:.2f}x as long since about step {onset}"
+        if reported.earlier is not None:
+            number = reported.earlier.generation
+            since = f"take {slowdown:.2f}x as long as in generation {number}"
         return msgspec.structs.replace(
             reported.finding,
             cause=diagnosis.cause,
             causes=diagnosis.causes,
-            advice=diagnosis.advice or _ADVICE.get(part, _OTHER_ADVICE),
+            advice=diagnosis.advice or _advice(reported, part),
             summary=(
                 f"Steps {since}{self._on_ranks(reported.before, now, part)} "
                 f"({_duration(usual * slowdown)}, {_duration(usual)} before){mostly}, "
@@ -256,7 +297,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             counter_evidence=diagnosis.counter_evidence,
         )
 
-    def _on_ranks(self, before: StepParts, now: StepParts, part: str) -> str:
+    def _on_ranks(self, before: StepParts, now: StepParts, part: str | None) -> str:
         """Return on which ranks, if their own time became longer."""
         if part not in OWN_PARTS:
             return ""
@@ -334,17 +375,25 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         return is_alike_long and is_alike(slowdown, reported.finding.slowdown, ALIKE)
 
 
+def _advice(reported: _ReportedSlowdown, part: str | None) -> str:
+    if reported.earlier is not None:
+        return _RESTART_ADVICE
+    return _ADVICE.get(part, _OTHER_ADVICE)
+
+
 def _level(reported: _ReportedSlowdown) -> float:
     return reported.rise.before + reported.rise.size
 
 
-def _longer_part(before: StepParts, now: StepParts) -> tuple[str, float]:
-    """Return the part that became longest, and its share of the increase.
+def _longer_part(before: StepParts, now: StepParts) -> tuple[str | None, float]:
+    """Return the part that became longest, and its share of the increase; None if not known.
 
     Ranks wait longer where others, or earlier stages of a pipeline, became slower: waits are
     named only if nothing else explains most of the increase.
     """
     more = now.parts - before.parts
+    if np.isnan(more).any():
+        return None, 0.0
     direct = np.array([part != WAITS for part in PARTS])
     first = int(np.where(direct, more, -np.inf).argmax())
     if more[first] < WAITS_EXCEED * more.max():
@@ -367,6 +416,12 @@ def _evidence(before: StepParts, now: StepParts) -> list[Evidence]:
         for part in np.argsort(-more).tolist()
         if more[part] >= notable
     ]
+
+
+def _more_work(now: UsualStep, before: UsualStep) -> float:
+    """Return how many times more samples or tokens a step contains; 1: no more, or not counted."""
+    counts = ((now.samples, before.samples), (now.tokens, before.tokens))
+    return max((one / other for one, other in counts if one and other), default=1.0)
 
 
 def _duration(seconds: float) -> str:

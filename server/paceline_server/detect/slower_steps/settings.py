@@ -16,6 +16,8 @@ class SlowerStepsSettings:
     slowdown: float = 1.15
     # A gradual change has no onset that would confirm it.
     gradual_slowdown: float = 1.25
+    # Two runs differ in where their memory lies and in who else uses the network.
+    slowdown_since_restart: float = 1.2
     # A backup, a scan or another job on the file system often lasts for some seconds.
     lasting_seconds: float = 15.0
     # A shorter slowdown is no reason for an alert; load of other programs never is.

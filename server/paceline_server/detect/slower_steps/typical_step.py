@@ -50,6 +50,12 @@ def parts_of(summary: StepSummary, timing: StepTiming, world: int) -> StepParts:
     return StepParts(float(seconds.mean()), rows.mean(axis=1), own, work)
 
 
+def only_seconds(seconds: float, world: int) -> StepParts:
+    """Return a step of which nothing but its duration is known."""
+    parts, own, work = (np.full(count, np.nan) for count in (len(PARTS), world, 3))
+    return StepParts(seconds, parts, own, work)
+
+
 def typical(steps: Sequence[StepParts]) -> StepParts:
     """Return the medians of several steps."""
     return StepParts(
