@@ -365,7 +365,8 @@ def _incident(
         causes=[_cause(each) for each in finding.causes],
         advice=finding.advice,
         stacks=[_stacks(each) for each in finding.stacks] if in_full else [],
-        symptoms=[symptom.summary for symptom in view.symptoms],
+        # Ranks that became slow together share a summary.
+        symptoms=[one.summary for one in view.symptoms if one.summary != finding.summary],
         action_ids=view.action_ids,
     )
 

@@ -25,6 +25,7 @@ _NOTABLE_SLOWDOWN = 0.25  # smaller changes are not worth an event
 # Fields that are shown beside the verdict.
 _REFRESHED = (
     "summary",
+    "ranks",
     "slowdown",
     "cost_ratio",
     "speedup",
@@ -254,12 +255,20 @@ def _add_symptom(draft: Draft, incident: IncidentView, finding: Finding) -> None
 
 
 def _clear(draft: Draft, incident: IncidentView, finding: Finding) -> None:
-    """Mark the finding as cleared; resolve the incident when all of its findings are cleared."""
+    """Mark the finding as cleared; resolve the incident when all of its findings are cleared.
+
+    If the main finding is cleared and one of its kind lasts, that is the main finding from now on.
+    """
     incident = _map(
         incident, lambda one: replace(one, cleared=True) if _key(one) == _key(finding) else one
     )
+    live, main = live_findings(incident), incident.finding
+    if main.cleared and (alike := [one for one in live if one.kind == main.kind]):
+        successor = max(alike, key=strength)
+        symptoms = [main, *(one for one in incident.symptoms if one is not successor)]
+        incident = replace(incident, finding=successor, symptoms=symptoms)
     draft.put_incident(incident)
-    if not live_findings(incident) and incident.state == "open":
+    if not live and incident.state == "open":
         resolve(draft, incident, finding.summary)
 
 

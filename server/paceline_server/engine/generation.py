@@ -363,12 +363,13 @@ class RunningGeneration:
                 stragglers=frozenset(_stragglers(self._active_findings.values())),
                 active=tuple(self._active_findings.values()),
             )
-            found = [self._weighed(finding) for finding in detector.update(observation)]
-            findings += found
+            found = detector.update(observation)
             for finding in found:
                 self._active_findings.pop(finding.fingerprint, None)
                 if not finding.cleared:
                     self._active_findings[finding.fingerprint] = finding
+            # Ranks that hide each other may be found in the same tick.
+            findings += [self._weighed(finding) for finding in found]
         return findings
 
     def _weighed(self, finding: Finding) -> Finding:

@@ -145,6 +145,15 @@ def test_an_incident_is_resolved_only_when_every_symptom_is(world: World) -> Non
     assert not world.open_incidents()
 
 
+def test_a_rank_that_is_still_slow_is_named_when_the_main_one_has_recovered(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    world.tick((world.finding(), world.finding(rank=3, summary="Ranks 2 and 3 are slow.")))
+    world.tick((world.finding(cleared=True), world.finding(rank=3, summary="Rank 3 is slow.")))
+    [incident] = world.open_incidents()
+    assert (incident.finding.rank, incident.finding.summary) == (3, "Rank 3 is slow.")
+    assert [one.rank for one in incident.symptoms] == [2]
+
+
 def test_findings_of_an_old_generation_are_ignored(world: World) -> None:
     world.crash(3)
     world.until_running(2)

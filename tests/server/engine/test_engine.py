@@ -78,6 +78,43 @@ def test_a_slow_rank_that_another_one_hides_is_no_mere_information():
     assert "With rank 2 fixed as well, it gives 1.8" in hidden.summary
 
 
+def test_ranks_of_one_node_that_become_slow_together_share_a_verdict():
+    job = SimulatedJob(Topology(4, 1, 1), ranks_per_node=4)
+    job.advance(20)
+    job.faults.slow = {1: 1.6, 3: 1.6}
+    job.advance(12)
+    one, other = [found for found in job.findings if found.kind == "straggler"]
+    assert (one.rank, other.rank) == (1, 3)
+    assert one.ranks == other.ranks == [1, 3]
+    assert one.summary == other.summary
+    assert one.summary.startswith("Ranks 1 and 3 (node-0) have been 1.")
+    assert "since step 20, cause unknown. Together this costs 3" in one.summary
+    assert one.cost_ratio == pytest.approx(1 - 1 / 1.6, abs=0.03)
+    assert one.severity == "critical"
+    for rank, hidden_by, line in zip((1, 3), (3, 1), one.evidence, strict=False):
+        assert line.text.startswith(f"rank {rank}: compute time ")
+        assert "of step time alone, and 3" in line.text
+        assert line.text.endswith(f" with rank {hidden_by} fixed as well")
+    # Each that recovers leaves the verdict of the other.
+    job.faults.slow = {3: 1.6}
+    job.advance(12)
+    [over, last] = [found for found in job.findings if found.kind == "straggler"][2:]
+    assert (over.rank, over.cleared) == (1, True)
+    assert (last.rank, last.ranks) == (3, [])
+    assert last.summary.startswith("Rank 3 (node-0) has been 1.")
+
+
+def test_ranks_of_two_nodes_that_become_slow_together_name_each_other():
+    job = SimulatedJob(Topology(4, 1, 1))
+    job.advance(20)
+    job.faults.slow = {1: 1.6, 3: 1.6}
+    job.advance(12)
+    one, other = [found for found in job.findings if found.kind == "straggler"]
+    assert "With rank 3 fixed as well, it gives 1." in one.summary
+    assert "With rank 1 fixed as well, it gives 1." in other.summary
+    assert one.severity == other.severity == "critical"
+
+
 def test_a_step_comes_out_with_all_its_parts():
     job = SimulatedJob(jitter=0.0)
     summary = steps(job.advance(2))[0]

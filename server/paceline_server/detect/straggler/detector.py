@@ -13,15 +13,18 @@ optimizer steps, it logs, reads a file, sorts a list. A rank that is slow in eve
 as the first one after a rollout, is not slow in most steps, so the sums over blocks of steps are
 watched as well. And a slow creep has no onset step, so levels are compared with those of the first
 steps (`creep`).
+
+Ranks of a node that become slow together hide each other: the repair of one alone gains little.
+Each has a finding, but they share a verdict that names all of them and what they cost together.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -39,8 +42,9 @@ from paceline_server.detect.host_load import (
 )
 from paceline_server.detect.kinds import STRAGGLER, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
-from paceline_server.detect.rise_reports import ReportedRise, RiseReports
+from paceline_server.detect.rank_list import ranks_text
+from paceline_server.detect.reporting import cost_of, cost_text, is_alike
+from paceline_server.detect.rise_reports import RiseReports
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.change_point import (
     AGREEING,
@@ -61,6 +65,21 @@ from paceline_server.detect.statistics.peer_levels import (
 )
 from paceline_server.detect.straggler.settings import DEFAULTS, StragglerSettings
 from paceline_server.detect.straggler.slow_unit import MOST, SlowUnit, SlowUnits
+from paceline_server.detect.straggler.verdict import (
+    ALIKE,
+    MeasuredStraggler,
+    ReportedStraggler,
+    Way,
+    affected_ranks,
+    because_each,
+    first_onset,
+    how_slow,
+    onset,
+    own_time,
+    ranks_in,
+    subject,
+)
+from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.peers import medians_of_others
 from paceline_server.steps.timing import StepTiming
@@ -71,36 +90,11 @@ RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers ar
 STEPS_BETWEEN_CHRONIC_CHECKS = 8
 CHANCE_SIGMAS = 4.0  # a difference this many times larger than those of the others is its own
 BLOCK_STEPS = 8  # whose sums are compared
-ALIKE = 0.2  # relative change of a slowdown that is too small to report again
+TOGETHER_STEPS = NEWEST[0]  # ranks whose onsets differ by fewer steps became slow together
 
-Way = Literal["steady", "stalls", "host", "recurs", "creeps"]
-_WAYS: dict[Way, str] = {
-    "steady": "has been {slowdown:.2f}x slower than {whom} since step {onset}",
-    "stalls": (
-        "has been {slowdown:.2f}x slower than {whom} since step {onset} (single microbatches stall "
-        "in every step)"
-    ),
-    "host": (
-        "has been {slowdown:.2f}x slower than {whom} since step {onset} (in host code outside of "
-        "its forwards and backwards)"
-    ),
-    "recurs": (
-        "has been {slowdown:.2f}x slower than {whom} on average since step {onset}{how_often}"
-    ),
-    "creeps": "has gradually become {slowdown:.2f}x slower than {whom} since about step {onset}",
-}
-_IN_OPTIMIZER = "has been {slowdown:.2f}x slower than {whom} since step {onset} (in its optimizer)"
 # A faster rise is no creep: noise can hide a step change for some short steps.
 _LEAST_CREEP_NS = 10_000_000_000
 _CREEP_GROWTH = 1.5  # multiple of the reported excess from which a creep is reported again
-
-
-@dataclass(slots=True)
-class _ReportedStraggler(ReportedRise):
-    """A straggler that was reported and has not recovered."""
-
-    unit: SlowUnit
-    way: Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,7 @@ class _ComputeStep:
         return self.started_ns + int(np.nan_to_num(self.seconds) * 1e9)
 
 
-class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
+class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
     """Finding kind `straggler`.
 
     Fingerprints `straggler:RANK`, `straggler:node:NODE` and `straggler:stage:STAGE`;
@@ -134,6 +128,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         self.settings = settings
         topology = generation.topology
         self._stages = topology.pp
+        self._has_peers = topology.world_size > 1
         self._units = SlowUnits(generation)
         self._loads = ComputeLoads(topology)
         least, alarms = policy.straggler_slowdown, settings.false_alarms_per_step
@@ -174,9 +169,10 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         findings = []
         for timing in self.after_warmup(observation.timings):
             self._measure(timing)
-            findings += self._new_rises(observation)
-            findings += self._chronic_changes(observation)
-            findings += self.follow(timing.step, self._steps[-1].ended_ns, observation)
+            new = self._new_rises(observation)
+            new += self._chronic_changes(observation)
+            new += self.follow(timing.step, self._steps[-1].ended_ns, observation)
+            findings += self._with_shared(new, observation)
         return findings
 
     def _measure(self, timing: StepTiming) -> None:
@@ -221,7 +217,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
     # New stragglers
 
     def _new_rises(self, observation: Observation) -> list[Finding]:
-        new: dict[str, _ReportedStraggler] = {}
+        new: dict[str, ReportedStraggler] = {}
         for active in (*self._risen("steady", self._levels), *self._crept()):
             new[active.unit.fingerprint] = active
         for active in self._risen("stalls", self._stalls):
@@ -240,7 +236,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         ]
 
     def is_certain(
-        self, reported: _ReportedStraggler, now_ns: int, observation: Observation
+        self, reported: ReportedStraggler, now_ns: int, observation: Observation
     ) -> bool:
         """Return whether more is slow than a rank that waits for a CPU by chance."""
         if reported.is_reported:
@@ -255,7 +251,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             return True
         return self.diagnose(reported, slowdown, observation).cause != CPU_CONTENTION
 
-    def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
+    def _risen(self, way: Way, levels: PeerLevels) -> Iterator[ReportedStraggler]:
         done: set[int] = set()
         for shift in levels.rises():
             if shift.series not in done and self._is_found(way, levels, shift):
@@ -285,7 +281,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             return False
         return self._levels.share_above(shift.series, steps, shift.size / 2.0) < AGREEING
 
-    def _begin(self, way: Way, levels: PeerLevels, shift: Shift) -> _ReportedStraggler:
+    def _begin(self, way: Way, levels: PeerLevels, shift: Shift) -> ReportedStraggler:
         beside = self._units.beside(shift.series)
         slow = {shift.series, *levels.joined(beside, shift)}
         unit = self._units.name(shift.series, slow)
@@ -300,7 +296,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         steps = shift.steps * (BLOCK_STEPS if way == "recurs" else 1)
         return self._activate(unit, way, levels, rise, steps)
 
-    def _crept(self) -> Iterator[_ReportedStraggler]:
+    def _crept(self) -> Iterator[ReportedStraggler]:
         for ranks, size in self._creep.found(self._levels):
             unit = self._units.name(ranks[0], ranks)
             if unit.fingerprint in self.reported:
@@ -323,10 +319,10 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
 
     def _activate(
         self, unit: SlowUnit, way: Way, levels: PeerLevels, rise: Rise, steps: int
-    ) -> _ReportedStraggler:
+    ) -> ReportedStraggler:
         onset = self._steps[-min(steps, len(self._steps))]
         finding = self._blank(unit, onset.number)
-        active = _ReportedStraggler(levels, rise, onset.started_ns, finding, unit, way)
+        active = ReportedStraggler(levels, rise, onset.started_ns, finding, unit, way)
         self.reported[unit.fingerprint] = active
         return active
 
@@ -459,27 +455,61 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
 
     # Reported stragglers
 
-    def recovery_text(self, reported: _ReportedStraggler) -> str:
+    def recovery_text(self, reported: ReportedStraggler) -> str:
         return self._recovery_text(reported.unit)
 
     def _recovery_text(self, unit: SlowUnit) -> str:
         return f"{unit.subject(self.generation)} is as fast as its peers again."
 
-    def measure_again(self, reported: _ReportedStraggler) -> None:
+    def measure_again(self, reported: ReportedStraggler) -> None:
         if reported.way == "creeps":
             reported.levels.grow(reported.rise)
         else:
             reported.levels.correct(reported.rise)
 
-    def slowdown(self, reported: _ReportedStraggler) -> float:
+    def slowdown(self, reported: ReportedStraggler) -> float:
         return math.exp(reported.rise.size)
 
-    def is_alike(self, reported: _ReportedStraggler, slowdown: float | None) -> bool:
+    def is_alike(self, reported: ReportedStraggler, slowdown: float | None) -> bool:
         before = reported.finding.slowdown
         excess, excess_before = (slowdown or 1.0) - 1.0, (before or 1.0) - 1.0
         if reported.way == "creeps" and excess >= _CREEP_GROWTH * excess_before:
             return False
         return is_alike(slowdown, before, ALIKE)
+
+    # Ranks that became slow together
+
+    def _together(self, active: ReportedStraggler) -> list[ReportedStraggler]:
+        """Return the reported ranks of its node that became slow with it, and itself, by rank."""
+        unit = active.unit
+        if unit.whole is not None or unit.node is None:
+            return [active]
+        beside = (
+            other
+            for other in self.reported.values()
+            if other is not active
+            and other.is_reported
+            and other.way == active.way
+            and other.unit.whole is None
+            and other.unit.node == unit.node
+            and abs(onset(other) - onset(active)) < TOGETHER_STEPS
+        )
+        return sorted([active, *beside], key=lambda one: one.unit.ranks)
+
+    def _with_shared(self, new: list[Finding], observation: Observation) -> list[Finding]:
+        """Return new findings, and those of other ranks whose shared verdict changes with them."""
+        findings = {finding.fingerprint: finding for finding in new}
+        if not findings:
+            return []
+        fresh = set(findings)
+        for active in self.reported.values():
+            together = self._together(active)
+            others = {one.unit.fingerprint for one in together if one is not active}
+            if active.is_reported and (
+                others & fresh or active.finding.ranks != affected_ranks(together)
+            ):
+                findings[active.unit.fingerprint] = self.report(active, observation)
+        return list(findings.values())
 
     # Findings
 
@@ -497,61 +527,92 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             persistence="persistent",
         )
 
-    def describe(self, active: _ReportedStraggler, observation: Observation) -> Finding:
-        """Return the verdict as of the newest step."""
-        unit, before = active.unit, active.finding
-        slowdown = self.slowdown(active)
-        is_host = active.way in ("host", "recurs")
-        self_seconds = self._recent_own_seconds(active)
-        extra_seconds = self_seconds * (1.0 - 1.0 / slowdown)
-        speedup = None
-        if observation.replay is not None:
-            speedup = observation.replay.speedup(ranks=unit.ranks, since_step=before.onset_step)
-        cost_ratio = self._cost_ratio(active, extra_seconds, speedup)
-        diagnosis = self.diagnose(active, slowdown, observation)
-        has_peers = self.generation.topology.world_size > 1
-        whom = "its peers" if has_peers else "usual"
-        speed = "the speed of its peers" if has_peers else "its usual speed"
-        in_optimizer = self._is_slow_in_optimizer(active, extra_seconds)
-        text = _IN_OPTIMIZER if in_optimizer else _WAYS[active.way]
-        how = text.format(
-            slowdown=slowdown,
-            whom=whom,
-            onset=before.onset_step,
-            how_often="" if self._is_slow_now(active) else " (slow in some steps only)",
-        )
-        measured = Evidence(
-            f"{'own' if is_host else 'compute'} time {self_seconds * 1e3:.0f} ms per step since "
-            f"step {before.onset_step}; "
-            f"{self_seconds / slowdown * 1e3:.0f} ms at {speed}",
-            "self_seconds",
-            self_seconds,
-            self_seconds / slowdown,
-        )
+    def describe(self, active: ReportedStraggler, observation: Observation) -> Finding:
+        """Return the verdict as of the newest step; ranks that are slow together share it."""
+        together = self._together(active)
+        measured = [self._measured(one, observation) for one in together]
+        own = measured[together.index(active)]
+        speedup = self._speedup(together, together, observation)
+        cost_ratio = self._cost_ratio(active, max(one.extra_seconds for one in measured), speedup)
         return msgspec.structs.replace(
-            before,
-            cause=diagnosis.cause,
-            causes=diagnosis.causes,
-            advice=diagnosis.advice,
+            active.finding,
+            cause=own.diagnosis.cause,
+            causes=own.diagnosis.causes,
+            advice=own.diagnosis.advice,
             summary=(
-                f"{unit.subject(self.generation)} {how}, {because(diagnosis)}. "
-                f"It {cost_text(cost_ratio, speedup)}."
+                f"{subject(together, self.generation)} "
+                f"{how_slow(measured, has_peers=self._has_peers)}, "
+                f"{because_each(measured)}. {'It' if len(together) == 1 else 'Together this'} "
+                f"{cost_text(cost_ratio, speedup)}."
             ),
             detected_ns=observation.now_ns,
             step=self._steps[-1].number,
-            slowdown=slowdown,
+            slowdown=own.slowdown,
             cost_ratio=cost_ratio,
             speedup=speedup,
             severity="critical"
-            if slowdown >= self.policy.straggler_critical_slowdown
+            if max(one.slowdown for one in measured) >= self.policy.straggler_critical_slowdown
             else "warning",
-            suspects_node=diagnosis.on_node and unit.node is not None,
-            evidence=[measured, *diagnosis.evidence],
-            counter_evidence=diagnosis.counter_evidence,
+            suspects_node=own.diagnosis.on_node and active.unit.node is not None,
+            ranks=affected_ranks(together),
+            evidence=[
+                *(self._evidence(one, together, observation) for one in measured),
+                *own.diagnosis.evidence,
+            ],
+            counter_evidence=own.diagnosis.counter_evidence,
         )
 
+    def _measured(self, reported: ReportedStraggler, observation: Observation) -> MeasuredStraggler:
+        slowdown = self.slowdown(reported)
+        own_seconds = self._recent_own_seconds(reported)
+        extra_seconds = own_seconds * (1.0 - 1.0 / slowdown)
+        return MeasuredStraggler(
+            reported,
+            slowdown,
+            own_seconds,
+            self.diagnose(reported, slowdown, observation),
+            in_optimizer=self._is_slow_in_optimizer(reported, extra_seconds),
+            is_slow_now=self._is_slow_now(reported),
+        )
+
+    def _evidence(
+        self,
+        measured: MeasuredStraggler,
+        together: Sequence[ReportedStraggler],
+        observation: Observation,
+    ) -> Evidence:
+        """Return how long it takes; of several, also what it costs alone and beside the others."""
+        evidence = own_time(measured, has_peers=self._has_peers)
+        if len(together) == 1:
+            return evidence
+        one = measured.reported
+        text = f"rank {one.unit.rank}: {evidence.text}"
+        others = [other for other in together if other is not one]
+        alone, of_all, of_others = (
+            cost_of(self._speedup(fixed, together, observation))
+            for fixed in ([one], together, others)
+        )
+        if alone is not None and of_all is not None and of_others is not None:
+            text += (
+                f"; it costs {percent(alone)} of step time alone, and "
+                f"{percent(max(of_all - of_others, 0.0))} with {ranks_text(ranks_in(others))} "
+                "fixed as well"
+            )
+        return msgspec.structs.replace(evidence, text=text)
+
+    def _speedup(
+        self,
+        fixed: Sequence[ReportedStraggler],
+        together: Sequence[ReportedStraggler],
+        observation: Observation,
+    ) -> float | None:
+        """Return the speedup of a replay with these ranks as fast as their peers."""
+        if observation.replay is None:
+            return None
+        return observation.replay.speedup(ranks=ranks_in(fixed), since_step=first_onset(together))
+
     def _cost_ratio(
-        self, active: _ReportedStraggler, extra_seconds: float, speedup: float | None
+        self, active: ReportedStraggler, extra_seconds: float, speedup: float | None
     ) -> float:
         """Return the share of step time that is lost."""
         if (cost := cost_of(speedup)) is not None:
@@ -560,7 +621,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         return min(max(extra_seconds / step_seconds, 0.0), 1.0) if step_seconds > 0 else 0.0
 
     def diagnose(
-        self, reported: _ReportedStraggler, slowdown: float | None, observation: Observation
+        self, reported: ReportedStraggler, slowdown: float | None, observation: Observation
     ) -> Diagnosis:
         unit = reported.unit
         return diagnose(
@@ -574,7 +635,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             own_share=self._own_share(reported, slowdown or 1.0),
         )
 
-    def _own_share(self, reported: _ReportedStraggler, slowdown: float) -> float | None:
+    def _own_share(self, reported: ReportedStraggler, slowdown: float) -> float | None:
         """Return the own work of its slowest rank at the usual speed, as a share of the step."""
         own_seconds = self._recent_own_seconds(reported)
         step_seconds = self._recent_step_seconds(reported)
@@ -582,7 +643,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             return None
         return min(own_seconds / slowdown / step_seconds, 1.0)
 
-    def _recent_own_seconds(self, reported: _ReportedStraggler) -> float:
+    def _recent_own_seconds(self, reported: ReportedStraggler) -> float:
         """Return the own work per step of its slowest rank."""
         ranks = list(reported.unit.ranks)
         if reported.way == "recurs":
@@ -591,7 +652,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         own = column_medians(np.array(seconds)[-FOLLOWED_STEPS:, ranks])
         return float(np.nan_to_num(own).max())
 
-    def _is_slow_in_optimizer(self, active: _ReportedStraggler, extra_seconds: float) -> bool:
+    def _is_slow_in_optimizer(self, active: ReportedStraggler, extra_seconds: float) -> bool:
         """Return whether most of the additional time is that of its optimizer."""
         if active.way not in ("steady", "host"):
             return False
@@ -603,7 +664,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             return False
         return bool(own.max() - np.median(others) > extra_seconds / 2.0)
 
-    def _is_slow_now(self, reported: _ReportedStraggler) -> bool:
+    def _is_slow_now(self, reported: ReportedStraggler) -> bool:
         """Return whether its slowest rank is slow in all of the newest steps.
 
         A slowness that grows from step to step begins like one of some steps only.
@@ -613,7 +674,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         slow = recent.max(axis=1) >= usual * (1.0 + self.slowdown(reported)) / 2.0
         return bool(slow.mean() >= AGREEING)
 
-    def _recent_step_seconds(self, reported: _ReportedStraggler | None = None) -> float:
+    def _recent_step_seconds(self, reported: ReportedStraggler | None = None) -> float:
         """Return the usual step time; the mean if a rank is slow in some steps only."""
         seconds = [step.seconds for step in self._steps]
         if reported is not None and reported.way == "recurs":
