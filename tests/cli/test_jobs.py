@@ -16,7 +16,7 @@ JOB: dict[str, Any] = EXAMPLES["Job"]
 def test_lost_time_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     show_ledger(JOB["ledger"])
     shown = capsys.readouterr().out
-    assert "straggler 29.8%, peer wait 1.0%, bubble excess 1.7%" in shown
+    assert "straggler 29.8%, imbalance 2.4%, peer wait 1.0%, bubble excess 1.7%" in shown
     earlier = {key: value for key, value in JOB["ledger"].items() if key != "straggler_seconds"}
     show_ledger(earlier)
     assert "straggler" not in capsys.readouterr().out

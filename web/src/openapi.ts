@@ -1431,11 +1431,13 @@ export interface components {
          *         "bubble_seconds": 1.7,
          *         "checkpoint_seconds": 0.1,
          *         "communication_seconds": 1.1,
-         *         "compute_seconds": 11.2,
+         *         "compute_seconds": 10.2,
          *         "data_wait_seconds": 0.1,
          *         "ettr_ratio": 0.66,
+         *         "evaluation_seconds": 0,
          *         "goodput_ratio": 0.33,
          *         "idle_seconds": 1.4,
+         *         "imbalance_seconds": 1,
          *         "lost_seconds": 0,
          *         "lost_steps": 0,
          *         "optimizer_seconds": 0,
@@ -2050,11 +2052,13 @@ export interface components {
          *             "bubble_seconds": 1.7,
          *             "checkpoint_seconds": 0.1,
          *             "communication_seconds": 1.1,
-         *             "compute_seconds": 11.2,
+         *             "compute_seconds": 10.2,
          *             "data_wait_seconds": 0.1,
          *             "ettr_ratio": 0.66,
+         *             "evaluation_seconds": 0,
          *             "goodput_ratio": 0.33,
          *             "idle_seconds": 1.4,
+         *             "imbalance_seconds": 1,
          *             "lost_seconds": 0,
          *             "lost_steps": 0,
          *             "optimizer_seconds": 0,
@@ -2213,10 +2217,20 @@ export interface components {
             data_wait_seconds: number;
             /** Ettr Ratio */
             ettr_ratio?: number | null;
+            /**
+             * Evaluation Seconds
+             * @default 0
+             */
+            evaluation_seconds: number;
             /** Goodput Ratio */
             goodput_ratio: number | null;
             /** Idle Seconds */
             idle_seconds: number;
+            /**
+             * Imbalance Seconds
+             * @default 0
+             */
+            imbalance_seconds: number;
             /** Lost Seconds */
             lost_seconds: number;
             /** Lost Steps */
@@ -3309,6 +3323,7 @@ export interface components {
          *       "generation": 1,
          *       "goodput_ratio": 0.42,
          *       "gradient_norm": 0.71,
+         *       "imbalance_seconds": 0,
          *       "loss": 2.965,
          *       "optimizer_seconds": 0,
          *       "overlapped_seconds": 0.08,
@@ -3347,6 +3362,8 @@ export interface components {
             goodput_ratio?: number | null;
             /** Gradient Norm */
             gradient_norm: number | null;
+            /** Imbalance Seconds */
+            imbalance_seconds?: number | null;
             /** Loss */
             loss: number | null;
             /** Optimizer Seconds */
@@ -3402,6 +3419,7 @@ export interface components {
          *           "generation": 1,
          *           "goodput_ratio": 0.42,
          *           "gradient_norm": 0.71,
+         *           "imbalance_seconds": 0,
          *           "loss": 2.965,
          *           "optimizer_seconds": 0,
          *           "overlapped_seconds": 0.08,

@@ -153,7 +153,7 @@ it("shows every part of the ledger, with shares of the wall time", () => {
   const seconds = { compute_seconds: 6, lost_seconds: 4, wall_seconds: 10 };
   const ledger = new Proxy(seconds, { get: (of, key) => (Reflect.get(of, key) as number | undefined) ?? 0 });
   const shown = parts(ledger as unknown as Job["ledger"]);
-  expect(shown).toHaveLength(14);
+  expect(shown).toHaveLength(16);
   expect(shown.reduce((sum, part) => sum + part.ratio, 0)).toBeCloseTo(1);
 });
 

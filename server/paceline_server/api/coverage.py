@@ -21,7 +21,7 @@ def unrecorded_communication(job: JobRow) -> str | None:
     if (job.step or 0) < _FEWEST_STEPS or not spent.compute_seconds:
         return None
     blocked = spent.communication_seconds + spent.peer_wait_seconds
-    blocked += spent.straggler_seconds + spent.slow_link_seconds
+    blocked += spent.straggler_seconds + spent.imbalance_seconds + spent.slow_link_seconds
     if blocked or spent.bubble_seconds or spent.bubble_excess_seconds:
         return None
     return (

@@ -78,12 +78,16 @@ class LedgerModel(Resource):
     compute_seconds: float  # at the pace of the peers
     communication_seconds: float  # exposed transfers, without waits
     bubble_seconds: float  # idle time that the schedule has
-    straggler_seconds: float  # lost to slow ranks, by themselves and by those that wait for them
+    # lost to ranks reported as stragglers, by themselves and by those that wait for them
+    straggler_seconds: float
+    # lost in the same way to ranks that take longer than their peers but are not reported
+    imbalance_seconds: float = 0.0
     slow_link_seconds: float = 0.0  # lost to slow links, in transfers and waits for them
     peer_wait_seconds: float  # lost: other waits for the last rank of a collective or transfer
     bubble_excess_seconds: float  # lost: idle time beyond the schedule
     data_wait_seconds: float
     optimizer_seconds: float
+    evaluation_seconds: float = 0.0  # within steps, without waits for other ranks
     checkpoint_seconds: float
     lost_seconds: float
     restart_seconds: float
@@ -273,6 +277,7 @@ class Step(Resource):
     tokens: int | None = None
     # lost time, contained in the times above; null: not known
     straggler_seconds: float | None = None
+    imbalance_seconds: float | None = None
     slow_link_seconds: float | None = None
     peer_wait_seconds: float | None = None
     bubble_excess_seconds: float | None = None

@@ -145,6 +145,8 @@ class Engine:
                 self._lateness_ns,
                 self._telemetry,
             )
+            if (onset := running.take_straggler_onset()) is not None:
+                self._ledger.blame_straggler(onset)
         left_over, self._left_over = self._left_over, []
         return Outcome(
             placement=running.placement,

@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_fields
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.hang.operation_text import operation_text
-from paceline_server.detect.kinds import SLOW_LINK, kind_of
+from paceline_server.detect.kinds import SLOW_LINK, STRAGGLER, kind_of
 from paceline_server.detect.observation import (
     EarlierRank,
     Generation,
@@ -119,6 +119,7 @@ class RunningGeneration:
         self._recent: deque[StepTiming] = deque()
         self._replay = RunReplay((), self.generation.topology, {})
         self._active_findings: dict[str, Finding] = {}  # by fingerprint
+        self._new_onsets: list[int] = []  # onset of each straggler found in the last tick
         self._steps_finished = 0
         self._first_steps = FirstSteps(placement.generation)
         self.first_step: int | None = None  # that all ranks finished
@@ -274,7 +275,8 @@ class RunningGeneration:
             if finding.kind == SLOW_LINK.name
         ]
         cost = max(links, default=0.0)
-        goodput = step_goodput(summary, timing, topology, metadata, least, cost)
+        stragglers = set(_stragglers(filter(_is_straggler, self._active_findings.values())))
+        goodput = step_goodput(summary, timing, topology, metadata, least, stragglers, cost)
         return replace_fields(summary, goodput=goodput)
 
     def _relocate(self) -> None:
@@ -365,12 +367,19 @@ class RunningGeneration:
             )
             found = detector.update(observation)
             for finding in found:
-                self._active_findings.pop(finding.fingerprint, None)
+                before = self._active_findings.pop(finding.fingerprint, None)
                 if not finding.cleared:
                     self._active_findings[finding.fingerprint] = finding
+                    if before is None and _is_straggler(finding):
+                        self._new_onsets.append(finding.onset_step or 0)
             # Ranks that hide each other may be found in the same tick.
             findings += [self._weighed(finding) for finding in found]
         return findings
+
+    def take_straggler_onset(self) -> int | None:
+        """Return the first step in which one of the stragglers that are new was slow."""
+        onsets, self._new_onsets = self._new_onsets, []
+        return min(onsets, default=None)
 
     def _weighed(self, finding: Finding) -> Finding:
         """Return the finding with a lower severity if it costs too little for an alert or an
@@ -486,6 +495,10 @@ class RunningGeneration:
             process_state=state.process_state,
             status=state.view.status,
         )
+
+
+def _is_straggler(finding: Finding) -> bool:
+    return finding.kind == STRAGGLER.name and finding.persistence == "persistent"
 
 
 def _stragglers(findings: Iterable[Finding]) -> Iterator[int]:

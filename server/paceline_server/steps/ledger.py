@@ -3,7 +3,8 @@
 The job's life runs from its creation to now (for an external job, from when its ranks attached).
 Finished steps are placed on it in order, each from the mean start to the mean end of its ranks and
 clipped to the time not yet used, so wrong clocks cannot create time. The time between steps is
-restart, startup or idle. The work of steps that a restart repeats moves to `lost_seconds`.
+restart, startup or idle. The work of steps that a restart repeats moves to `lost_seconds`, and what
+a straggler cost before it was found moves from `imbalance_seconds` to `straggler_seconds`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class _PartTimes(msgspec.Struct, array_like=True):
     samples: int = 0
     tokens: int = 0
     slow_link: int = 0
+    imbalance: int = 0
+    evaluation: int = 0
 
     def add(self, times: _PartTimes, sign: int = 1) -> None:
         for part in self.__struct_fields__:
@@ -120,6 +123,15 @@ class GoodputLedger:
         state.sums.add(times)
         self._revocable.append((summary.step, times))
 
+    def blame_straggler(self, onset_step: int) -> None:
+        """Count what slower ranks have cost since a step as a straggler's, which has been found."""
+        for step, times in reversed(self._revocable):
+            if step < onset_step:
+                return
+            self._state.sums.imbalance -= times.imbalance
+            self._state.sums.straggler += times.imbalance
+            times.straggler, times.imbalance = times.straggler + times.imbalance, 0
+
     def _add_gap(self, gap_ns: int) -> None:
         startup, restart, idle = self._gap_parts(gap_ns)
         self._state.startup_ns += startup
@@ -162,11 +174,13 @@ class GoodputLedger:
             communication_seconds=sums.communication / 1e9,
             bubble_seconds=sums.bubble / 1e9,
             straggler_seconds=sums.straggler / 1e9,
+            imbalance_seconds=sums.imbalance / 1e9,
             slow_link_seconds=sums.slow_link / 1e9,
             peer_wait_seconds=sums.peer_wait / 1e9,
             bubble_excess_seconds=sums.bubble_excess / 1e9,
             data_wait_seconds=sums.data_wait / 1e9,
             optimizer_seconds=sums.optimizer / 1e9,
+            evaluation_seconds=sums.evaluation / 1e9,
             checkpoint_seconds=sums.checkpoint / 1e9,
             lost_seconds=state.lost_ns / 1e9,
             restart_seconds=(state.restart_ns + restart) / 1e9,

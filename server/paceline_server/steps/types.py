@@ -65,17 +65,18 @@ class StepMeans(msgspec.Struct, frozen=True, array_like=True):
 class StepGoodput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The compute, communication and bubble of one step, split into needed and lost time.
 
-    Means over the ranks; they sum to those of the three parts and to the waits in evaluations.
-    Needed is what the step would have taken on healthy peers (docs/efficiency.md).
+    Means over the ranks; they sum to those of the three parts and to the evaluations. Needed is what the step would have taken on healthy peers (docs/efficiency.md).
     """
 
     compute_seconds: float
     communication_seconds: float  # exposed transfers
     bubble_seconds: float  # idle time that the schedule has
-    straggler_seconds: float  # lost: slow ranks, and waits for them
+    straggler_seconds: float  # lost: ranks reported as stragglers, and waits for them
     peer_wait_seconds: float  # lost: other waits for the last rank of a collective or transfer
     bubble_excess_seconds: float  # lost: idle time beyond the schedule
     slow_link_seconds: float = 0.0  # lost: slow links, and waits for them
+    imbalance_seconds: float = 0.0  # lost: other ranks that take longer, and waits for them
+    evaluation_seconds: float = 0.0  # without waits for other ranks
 
 
 class UsualStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +91,7 @@ class UsualStep(msgspec.Struct, frozen=True, kw_only=True):
 
 LOSSES = (
     "straggler_seconds",
+    "imbalance_seconds",
     "slow_link_seconds",
     "peer_wait_seconds",
     "bubble_excess_seconds",
@@ -197,11 +199,13 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     communication_seconds: float = 0.0
     bubble_seconds: float = 0.0
     straggler_seconds: float = 0.0
+    imbalance_seconds: float = 0.0
     slow_link_seconds: float = 0.0
     peer_wait_seconds: float = 0.0
     bubble_excess_seconds: float = 0.0
     data_wait_seconds: float = 0.0
     optimizer_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
     lost_seconds: float = 0.0
     restart_seconds: float = 0.0

@@ -1,18 +1,21 @@
 """The goodput of one step: the time that it needed on healthy peers, and the time that it lost.
 
-The same definition as the speedups of a running job: a straggler costs what `RunReplay.speedup`
-gains if it is as fast as its peers. The lost time is taken from where it was measured: the longer
-compute of the slow rank, the waits of the others, and the bubble. So the parts of a step sum to its
-duration as before. Waits inside evaluations are lost as well. A slow link costs what its report
-says, taken from the transfers first.
+The same definition as the speedups of a running job: a slower rank costs what `RunReplay.speedup`
+gains if it is as fast as its peers. It is a straggler if it is reported as one. If not, the ranks
+are imbalanced: one has more to do by design, its data is longer, or it paused once. The lost time
+is taken from where it was measured: the longer compute of the slow rank, the waits of the others,
+and the bubble. So the parts of a step sum to its duration as before. Evaluations, and the waits
+inside them, are lost as well. A slow link costs what its report says, taken from the transfers
+first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
+from paceline_server.steps.columns import Bools
 from paceline_server.steps.grid import grid_of
 from paceline_server.steps.timing import Floats, Ints, StepTiming
 from paceline_server.steps.types import StageBubble, StepGoodput, StepSummary
@@ -26,12 +29,14 @@ def step_goodput(
     topology: Topology,
     metadata: Mapping[str, str],
     straggler_slowdown: float,
+    stragglers: Collection[int] = (),
     link_cost_ratio: float = 0.0,
 ) -> StepGoodput:
     """Return the goodput of a step.
 
     Args:
-        straggler_slowdown: a rank whose self time is this multiple of its peers' is a straggler.
+        straggler_slowdown: a rank whose self time is this multiple of its peers' is slow.
+        stragglers: ranks that are reported as stragglers.
         link_cost_ratio: share of the step time that a healthy link would save (what-if).
     """
     ranks = timing.ranks
@@ -39,13 +44,19 @@ def step_goodput(
     slow = slowdown >= straggler_slowdown
     excess = np.where(slow, ranks.self_seconds * (1.0 - 1.0 / slowdown), 0.0)
     stage = grid_of(topology).stage[ranks.rank]
-    speedup = 1.0
-    if slow.any():
-        replay = RunReplay((timing,), topology, metadata)
-        speedup = replay.speedup(ranks=ranks.rank[slow].tolist()) or _least_speedup(
-            excess, stage, summary.duration_seconds
+    reported = slow & np.isin(ranks.rank, list(stragglers))
+    replay = RunReplay((timing,), topology, metadata)
+
+    def speedup_without(fixed: Bools) -> float:
+        if not fixed.any():
+            return 1.0
+        found = replay.speedup(ranks=ranks.rank[fixed].tolist()) or _least_speedup(
+            excess * fixed, stage, summary.duration_seconds
         )
-    speedup = max(speedup, 1.0)
+        return max(found, 1.0)
+
+    speedup = speedup_without(slow)
+    of_reported = speedup if (reported == slow).all() else speedup_without(reported)
     scheduled = ranks.bubble_seconds * _scheduled_shares(summary.bubbles, stage)
     scheduled *= (1.0 - link_cost_ratio) / speedup
     beyond = float((ranks.bubble_seconds - scheduled).mean())
@@ -61,15 +72,24 @@ def step_goodput(
     transferring = min(links, transfers)
     unneeded = waiting + links - transferring
     left = 1.0 - unneeded / (waits + beyond) if unneeded else 1.0
+    by_stragglers = (computing + waiting) * _share_of_loss(of_reported, speedup)
     return StepGoodput(
         compute_seconds=float(ranks.compute_seconds.mean()) - computing,
         communication_seconds=transfers - transferring,
         bubble_seconds=float(scheduled.mean()),
-        straggler_seconds=computing + waiting,
+        straggler_seconds=by_stragglers,
+        imbalance_seconds=computing + waiting - by_stragglers,
         peer_wait_seconds=waits * left + float(ranks.evaluation_wait_seconds.mean()),
         bubble_excess_seconds=beyond * left,
         slow_link_seconds=links,
+        evaluation_seconds=float(ranks.evaluation_seconds.mean()),
     )
+
+
+def _share_of_loss(of_some: float, of_all: float) -> float:
+    """Return the share of the time lost to all slow ranks that a repair of some of them saves."""
+    lost = 1.0 - 1.0 / of_all
+    return min((1.0 - 1.0 / of_some) / lost, 1.0) if lost > 0.0 else 0.0
 
 
 def _least_speedup(excess: Floats, stage: Ints, step_seconds: float) -> float:

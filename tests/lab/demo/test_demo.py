@@ -17,8 +17,8 @@ import pytest
 
 DEMO = (sys.executable, "-m", "paceline_cli", "demo", "--port", "0")
 LEDGER_PARTS = (
-    *("compute", "communication", "bubble", "data_wait", "optimizer", "checkpoint"),
-    *("straggler", "peer_wait", "bubble_excess"),
+    *("compute", "communication", "bubble", "data_wait", "optimizer", "evaluation"),
+    *("checkpoint", "straggler", "imbalance", "peer_wait", "bubble_excess"),
     *("lost", "restart", "startup", "idle"),
 )
 

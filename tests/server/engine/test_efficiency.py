@@ -152,7 +152,7 @@ def test_a_healthy_step(run: Run) -> None:
     assert (step.samples, step.tokens) == (8, 128)
 
 
-def test_a_straggler_step(run: Run) -> None:
+def test_a_step_with_a_slower_rank(run: Run) -> None:
     """Rank 1 computes 1450 instead of 750: the step takes 700 more, 1 / 1.7 of it is needed.
 
     Its own work includes the optimizer's 100. Of the 700, 350 are the mean of the additional
@@ -163,7 +163,8 @@ def test_a_straggler_step(run: Run) -> None:
     goodput = step.goodput
     assert step.duration_seconds == pytest.approx(1.7)
     assert [rank.self_seconds for rank in step.ranks] == pytest.approx([0.85, 1.55])
-    assert goodput.straggler_seconds == pytest.approx(0.675)
+    assert goodput.imbalance_seconds == pytest.approx(0.675)
+    assert goodput.straggler_seconds == 0  # none is reported
     assert goodput.compute_seconds == pytest.approx(0.75)
     assert goodput.communication_seconds == pytest.approx(0.125)  # (150 + 100) / 2
     assert goodput.peer_wait_seconds == pytest.approx(0)
@@ -211,7 +212,8 @@ def test_a_wait_for_the_last_rank_of_an_evaluation_is_no_idle_time(run: Run) -> 
     ]
     ledger = run.send(spans, START_NS + 1100 * MS).ledger
     assert ledger.peer_wait_seconds == pytest.approx(0.4)
-    assert ledger.idle_seconds == pytest.approx(0.6)
+    assert ledger.evaluation_seconds == pytest.approx(0.6)  # (200 + 1000) / 2
+    assert ledger.idle_seconds == pytest.approx(0.0, abs=1e-6)
     assert ledger.compute_seconds == pytest.approx(0.1)
 
 
@@ -223,7 +225,7 @@ def test_the_ledger_and_the_efficiency_of_the_job(run: Run) -> None:
     assert ledger.wall_seconds == pytest.approx(5.4)
     assert ledger.compute_seconds == pytest.approx(4 * 0.75)
     assert ledger.communication_seconds == pytest.approx(2 * 0.1 + 2 * 0.125)
-    assert ledger.straggler_seconds == pytest.approx(2 * 0.675)
+    assert ledger.imbalance_seconds == pytest.approx(2 * 0.675)
     assert ledger.optimizer_seconds == pytest.approx(4 * 0.1)
     assert ledger.data_wait_seconds == pytest.approx(4 * 0.05)
     assert ledger.goodput_ratio == pytest.approx((3.0 + 0.45 + 0.4) / 5.4)  # 71%

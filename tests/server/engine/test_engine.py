@@ -391,6 +391,28 @@ def test_a_straggler_costs_goodput_what_its_repair_would_gain():
     assert cost_ratio == pytest.approx(found.cost_ratio, rel=0.01)
 
 
+def test_a_rank_with_more_to_do_by_design_is_an_imbalance_and_no_straggler():
+    """As above, but rank 0 takes a quarter longer from the first step on: 0.6 s, 0.12 s lost.
+
+    With a straggler at half the speed beside it, 0.36 s more are lost.
+    """
+    job = SimulatedJob(Topology(4, 1, 1), jitter=0.0)
+    job.faults.slow = {0: 1.25}
+    ledger = job.advance(60)[-1].ledger
+    assert all(found.severity == "info" for found in job.findings)
+    assert ledger.straggler_seconds == 0.0
+    assert ledger.imbalance_seconds == pytest.approx(60 * 0.12, rel=0.02)
+    job.faults.slow = {0: 1.25, 2: 2.0}
+    outcome = job.advance(10)[-1]
+    goodput = outcome.steps[-1].goodput
+    assert goodput.straggler_seconds == pytest.approx(0.36, rel=0.02)
+    assert goodput.imbalance_seconds == pytest.approx(0.12, rel=0.02)
+    job.faults.slow = {0: 1.25}
+    goodput = job.advance(20)[-1].steps[-1].goodput
+    assert goodput.straggler_seconds == 0.0
+    assert goodput.imbalance_seconds == pytest.approx(0.12, rel=0.02)
+
+
 def test_checkpoints_have_an_interval_and_a_cost():
     job = SimulatedJob()
 

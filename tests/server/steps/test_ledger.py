@@ -1,11 +1,12 @@
 """The ledger's parts sum to the wall time, for any input."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from paceline_server.steps.ledger import GoodputLedger
+from paceline_server.steps.ledger import GoodputLedger, LedgerState
 from paceline_server.steps.types import Ledger, RankStep, StepGoodput, StepSummary
 
 SECOND = 1_000_000_000
@@ -107,6 +108,40 @@ def test_lost_time_is_not_goodput():
     assert ledger.peer_wait_seconds == pytest.approx(0.05)
     assert ledger.bubble_excess_seconds == pytest.approx(0.04)
     assert ledger.goodput_ratio == pytest.approx(0.4 + 0.04 + 0.02 + 0.05)
+
+
+def test_what_a_straggler_cost_before_it_was_found_is_its_cost():
+    split = StepGoodput(
+        compute_seconds=0.4,
+        communication_seconds=0.1,
+        bubble_seconds=0.1,
+        straggler_seconds=0.0,
+        peer_wait_seconds=0.0,
+        bubble_excess_seconds=0.0,
+        imbalance_seconds=0.2,
+    )
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
+    for number in range(5):
+        ledger.add(replace(step(number, number, 1), goodput=split), at(20))
+    ledger.blame_straggler(3)
+    found = ledger.read(at(5))
+    assert found.straggler_seconds == pytest.approx(2 * 0.2)
+    assert found.imbalance_seconds == pytest.approx(3 * 0.2)
+    ledger.begin(1, at(5), 3)  # the steps are repeated
+    assert ledger.read(at(5)).straggler_seconds == 0.0
+
+
+def test_the_memory_of_an_earlier_server_is_read() -> None:
+    """It has no time of evaluations and imbalances."""
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
+    ledger.add(step(0, 0, 1), at(20))
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.state()))
+    stored["sums"] = stored["sums"][:-2]
+    stored["revocable"] = [[number, times[:-2]] for number, times in stored["revocable"]]
+    state = msgspec.convert(stored, LedgerState)
+    assert GoodputLedger(state).read(at(1)) == ledger.read(at(1))
 
 
 def test_steps_repeated_by_a_restart_are_lost_and_the_gap_is_restart():
