@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
 from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis
@@ -17,7 +19,9 @@ NOTABLE_LIKELIHOOD = 0.1
 REFRESH_NS = 10_000_000_000
 STEPS_BETWEEN_UPDATES = 10  # steps between two measurements of a reported problem
 _NOTABLE_COST_CHANGE = 0.05  # share of the step time
-_AGREEING_COSTS = 3  # measurements in a row
+_AGREEING_COSTS = 3  # newest measurements that are compared with those before
+_MEASUREMENTS = 32  # most measurements whose mean is the cost
+_CERTAIN_ERRORS = 3.0  # standard errors from which a difference is not due to chance
 
 
 def gain(cost_ratio: float) -> float:
@@ -66,31 +70,54 @@ def is_alike(value: float | None, before: float | None, tolerance: float) -> boo
 
 
 @dataclass(slots=True)
-class CostChange:
-    """Newest measurements of what a reported problem costs.
+class MeasuredCost:
+    """The cost of a reported problem: the mean of the measurements since it last changed.
 
     The cost changes although the problem does not when another rank becomes as slow: then a repair
-    of this one alone gains little.
+    of this one alone gains little. A replay covers a few steps only. If a rank is slow in some of
+    its steps, one replay contains more of these than the next one, and that is no change.
     """
 
-    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_AGREEING_COSTS))
+    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS))
     _measured_ns: int = 0
 
-    def is_notable(self, reported: Finding, now: Finding) -> bool:
-        """Add the cost as it is now; return whether all recent ones differ from that reported."""
-        if reported.cost_ratio is None or now.cost_ratio is None:
+    def add(self, cost_ratio: float, now_ns: int) -> float:
+        """Add a measurement, and return the cost; the replay is the same within a tick."""
+        if now_ns != self._measured_ns:
+            self._measured_ns = now_ns
+            self._costs.append(cost_ratio)
+            self._drop_outdated()
+        return fmean(self._costs)
+
+    def restart(self) -> None:
+        """Forget the measurements, because the problem itself has changed."""
+        self._costs.clear()
+        self._measured_ns = 0
+
+    def is_notable(self, reported: Finding) -> bool:
+        """Return whether the cost differs from the reported one by more than its own error."""
+        if reported.cost_ratio is None or len(self._costs) < 2:
             return False
-        if now.detected_ns == self._measured_ns:
-            return False  # the replay is the same within a tick
-        self._measured_ns = now.detected_ns
-        self._recent.append(now.cost_ratio - reported.cost_ratio)
-        if len(self._recent) < _AGREEING_COSTS:
-            return False
-        least, most = min(self._recent), max(self._recent)
-        if least < _NOTABLE_COST_CHANGE and most > -_NOTABLE_COST_CHANGE:
-            return False
-        self._recent.clear()
-        return True
+        error = stdev(self._costs) / math.sqrt(len(self._costs))
+        least = max(_NOTABLE_COST_CHANGE, _CERTAIN_ERRORS * error)
+        return abs(fmean(self._costs) - reported.cost_ratio) >= least
+
+    def _drop_outdated(self) -> None:
+        """Keep only the newest measurements if all of them differ from the others, and not by chance.
+
+        The first one of them may be of steps before and after the change.
+        """
+        costs = list(self._costs)
+        earlier, newest = costs[:-_AGREEING_COSTS], costs[-_AGREEING_COSTS:]
+        if not earlier or not (max(newest) < min(earlier) or min(newest) > max(earlier)):
+            return
+        squares = sum((cost - fmean(part)) ** 2 for part in (earlier, newest) for cost in part)
+        scatter = math.sqrt(squares / (len(costs) - 2))
+        error = scatter * math.sqrt(1.0 / len(earlier) + 1.0 / len(newest))
+        change = abs(fmean(newest) - fmean(earlier))
+        if change >= max(_NOTABLE_COST_CHANGE, _CERTAIN_ERRORS * error):
+            self._costs.clear()
+            self._costs.extend(newest[1:])
 
 
 def is_new_verdict(

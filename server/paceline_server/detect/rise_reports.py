@@ -14,7 +14,7 @@ from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis
 from paceline_server.detect.finding import Finding, cleared
 from paceline_server.detect.observation import Observation
-from paceline_server.detect.reporting import STEPS_BETWEEN_UPDATES, CostChange, is_new_verdict
+from paceline_server.detect.reporting import STEPS_BETWEEN_UPDATES, MeasuredCost, is_new_verdict
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
 
@@ -30,7 +30,7 @@ class ReportedRise:
     rise: Rise
     onset_ns: int
     finding: Finding
-    cost: CostChange = field(default_factory=CostChange, kw_only=True)
+    cost: MeasuredCost = field(default_factory=MeasuredCost, kw_only=True)
 
     @property
     def is_reported(self) -> bool:
@@ -52,7 +52,7 @@ class RiseReports(ABC, Generic[Reported]):
 
     @abstractmethod
     def describe(self, reported: Reported, observation: Observation) -> Finding:
-        """Return the finding as it is now."""
+        """Return the finding as it is now; measures its cost."""
 
     @abstractmethod
     def recovery_text(self, reported: Reported) -> str:
@@ -79,6 +79,8 @@ class RiseReports(ABC, Generic[Reported]):
         """Update the size of the rise; called every `STEPS_BETWEEN_UPDATES` steps."""
 
     def report(self, reported: Reported, observation: Observation) -> Finding:
+        if reported.is_reported and not self.is_alike(reported, self.slowdown(reported)):
+            reported.cost.restart()
         reported.finding = self.describe(reported, observation)
         return reported.finding
 
@@ -124,7 +126,7 @@ class RiseReports(ABC, Generic[Reported]):
         # The replay costs more than the rest of a step, so that it is not used in each.
         if is_due and step % STEPS_BETWEEN_UPDATES == 0 and diagnosis.cause == before.cause:
             now = self.describe(reported, observation)
-            if reported.cost.is_notable(before, now):
+            if reported.cost.is_notable(before):
                 reported.finding = now
                 return [now]
         return []

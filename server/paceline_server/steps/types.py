@@ -65,7 +65,8 @@ class StepMeans(msgspec.Struct, frozen=True, array_like=True):
 class StepGoodput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The compute, communication and bubble of one step, split into needed and lost time.
 
-    Means over the ranks; they sum to those of the three parts and to the evaluations. Needed is what the step would have taken on healthy peers (docs/efficiency.md).
+    Means over the ranks; they sum to those of the three parts and to the evaluations. Needed is
+    what the step would have taken on healthy peers (docs/efficiency.md).
     """
 
     compute_seconds: float

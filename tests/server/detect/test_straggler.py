@@ -1,6 +1,7 @@
 """Stragglers are found within five steps of their onset; noise is never reported."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -372,6 +373,21 @@ def test_a_rank_that_is_slow_in_some_steps_is_found_and_cleared(topology, every)
     *milder, last = run.advance(60)
     assert named([last]) == [(1, [], True)]
     assert all(one.rank == 1 and one.slowdown < found[0].slowdown for one in milder)
+
+
+def test_the_cost_of_a_rank_that_is_slow_in_some_steps_does_not_flip():
+    """It is slow in two of five steps at random: one replay costs 27%, the next one 48%."""
+    topology, chance = Topology(4, 1, 1), random.Random(0)
+    job = SimulatedStep(topology, one_forward_one_backward(1, 8), jitter=0.02)
+    watched = Watched(StragglerDetector, topology)
+    watched.show(job.play(step) for step in range(70))
+    slow = ({1: 2.5} if chance.random() < 0.4 else {} for _ in range(300))
+    found = watched.show(
+        dataclasses.replace(job, slow=ratio).play(70 + step) for step, ratio in enumerate(slow)
+    )
+    assert {one.fingerprint for one in found} == {"straggler:recurs:1"}
+    assert len(found) <= 3
+    assert found[-1].cost_ratio == pytest.approx(0.375, abs=0.05)
 
 
 def test_a_rank_that_is_slow_in_all_steps_by_now_is_not_called_slow_in_some_only():

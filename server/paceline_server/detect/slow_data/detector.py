@@ -24,7 +24,7 @@ from paceline_server.detect.kinds import SLOW_DATA, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import (
     STEPS_BETWEEN_UPDATES,
-    CostChange,
+    MeasuredCost,
     cost_of,
     cost_text,
     gain,
@@ -54,7 +54,7 @@ class _LateData:
     onset_ns: int
     least_seconds: float
     finding: Finding | None = None  # None: it has not lasted long enough to be reported
-    cost: CostChange = field(default_factory=CostChange)
+    cost: MeasuredCost = field(default_factory=MeasuredCost)
     quiet_steps: int = 0
 
     @property
@@ -188,7 +188,7 @@ class SlowDataDetector(Detector):
             if before is None or not self._excess[-1, active.ranks[0]] > 0:
                 continue
             now = self._finding(fingerprint, active, observation)
-            if now.cause == before.cause and active.cost.is_notable(before, now):
+            if now.cause == before.cause and active.cost.is_notable(before):
                 active.finding = now
                 findings.append(now)
         return findings
@@ -290,7 +290,8 @@ class SlowDataDetector(Detector):
         late = dict.fromkeys(waiting, seconds)
         speedup = speedup_without(observation.replay, late, min(share, 1.0), onset)
         # A rank that is late while another one is slow holds up the job for less than its wait.
-        cost = min(share, cost_of(speedup) or 0.0)
+        cost = active.cost.add(min(share, cost_of(speedup) or 0.0), observation.now_ns)
+        speedup = gain(cost)
         slowdown = gain(min(share, 1.0))
         diagnosis = diagnose(
             rank,

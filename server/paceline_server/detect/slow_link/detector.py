@@ -31,7 +31,7 @@ from paceline_server.detect.host_load import (
 )
 from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
+from paceline_server.detect.reporting import because, cost_of, cost_text, gain, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
 from paceline_server.detect.slow_link.delivery import delivery_slowdown
 from paceline_server.detect.slow_link.settings import DEFAULTS, SlowLinkSettings
@@ -297,7 +297,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         route, before, usual = active.route, active.finding, active.usual_seconds
         now, slowdown = self._now_and_slowdown(active)
         speedup = self._speedup(route, observation, before.onset_step)
-        cost_ratio = self._cost_ratio(now - usual, speedup)
+        cost_ratio = active.cost.add(self._cost_ratio(now - usual, speedup), observation.now_ns)
+        speedup = None if speedup is None else gain(cost_ratio)
         diagnosis = self.diagnose(active, slowdown, observation)
         node = before.node or self.generation.node(diagnosis.rank if diagnosis.on_node else None)
         how_much = "" if slowdown is None else f" {slowdown:.1f}x"

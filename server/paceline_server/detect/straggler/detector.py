@@ -43,7 +43,7 @@ from paceline_server.detect.host_load import (
 from paceline_server.detect.kinds import STRAGGLER, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.rank_list import ranks_text
-from paceline_server.detect.reporting import cost_of, cost_text, is_alike
+from paceline_server.detect.reporting import cost_of, cost_text, gain, is_alike
 from paceline_server.detect.rise_reports import RiseReports
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.change_point import (
@@ -241,6 +241,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         """Return whether more is slow than a rank that waits for a CPU by chance."""
         if reported.is_reported:
             return True
+        if self._is_spell(reported):
+            return False
         share = cpu_wait_share(observation, self.generation)
         seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
         own_share = self._own_share(reported, slowdown)
@@ -250,6 +252,18 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         if usual < LEAST_SHARE or seconds >= self.settings.contention_seconds:
             return True
         return self.diagnose(reported, slowdown, observation).cause != CPU_CONTENTION
+
+    def _is_spell(self, reported: ReportedStraggler) -> bool:
+        """Return whether its ranks are known to be slow in some steps, and may be so again.
+
+        What is more than that shows in the sums over blocks too.
+        """
+        lasted = self._steps[-1].number - onset(reported)
+        return lasted < NEWEST_APART[0] * BLOCK_STEPS and any(
+            known.is_reported and known.way == "recurs"
+            for known in self.reported.values()
+            if known is not reported and set(reported.unit.ranks) <= set(known.unit.ranks)
+        )
 
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[ReportedStraggler]:
         done: set[int] = set()
@@ -533,7 +547,13 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         measured = [self._measured(one, observation) for one in together]
         own = measured[together.index(active)]
         speedup = self._speedup(together, together, observation)
-        cost_ratio = self._cost_ratio(active, max(one.extra_seconds for one in measured), speedup)
+        if active.finding.ranks != affected_ranks(together):
+            active.cost.restart()
+        cost_ratio = active.cost.add(
+            self._cost_ratio(active, max(one.extra_seconds for one in measured), speedup),
+            observation.now_ns,
+        )
+        speedup = None if speedup is None else gain(cost_ratio)
         return msgspec.structs.replace(
             active.finding,
             cause=own.diagnosis.cause,
