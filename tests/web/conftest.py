@@ -244,7 +244,7 @@ class Story:
             "checkpoint_seconds": 2.0,
             "lost_seconds": 3.0,
             "restart_seconds": 9.0,
-            "startup_seconds": 12.0,
+            "startup_seconds": 10.5,
             "idle_seconds": 0.0,
         }
         wall = sum(parts.values())

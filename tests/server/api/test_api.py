@@ -312,6 +312,20 @@ def test_incidents_are_filtered_and_carry_their_evidence(server: Any, client: ht
     assert client.get("/api/v1/incidents", params={"job": "other"}).json()["items"] == []
 
 
+def test_a_rank_that_shares_the_verdict_of_another_one_is_no_symptom_of_it(
+    server: Any, client: httpx.Client
+) -> None:
+    job_id = post_job(server.url)
+    row = incident(job_id, 1)
+    main = row.view.finding
+    other = replace(main, rank=3, fingerprint="f3")
+    bubble = replace(main, kind="bubble", summary="Stage 0 idles.")
+    row.view = replace(row.view, symptoms=[other, bubble])
+    put(server, row)
+    shown = client.get(f"/api/v1/incidents/{row.id}").json()
+    assert shown["symptoms"] == ["Stage 0 idles."]
+
+
 @pytest.mark.any_database
 @pytest.mark.parametrize(
     ("metadata", "spent", "sentence"),
