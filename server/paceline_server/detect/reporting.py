@@ -103,7 +103,7 @@ class MeasuredCost:
         return abs(fmean(self._costs) - reported.cost_ratio) >= least
 
     def _drop_outdated(self) -> None:
-        """Keep only the newest measurements if all of them differ from the others, and not by chance.
+        """Keep only the newest measurements if all differ from the others, and not by chance.
 
         The first one of them may be of steps before and after the change.
         """
