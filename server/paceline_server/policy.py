@@ -166,6 +166,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             "compiles and sets up NCCL for minutes; a rank that exits is noticed at once.",
         ),
     ] = 900.0
+    late_rank_seconds: Annotated[
+        float,
+        Meta(
+            ge=2,
+            le=_DAY_SECONDS,
+            description="Ranks that wait for one that has not called `init_process_group` are "
+            "reported after this, as a warning; first imports from a cold file system differ by "
+            "tens of seconds. After `start_timeout_seconds` the job is hung.",
+        ),
+    ] = 60.0
     hang_after_seconds: Annotated[
         float,
         Meta(

@@ -255,6 +255,76 @@ dist.destroy_process_group()
     assert operations(tmp_path / "job.g0.r0.ring").count(Op.ALL_REDUCE) == 2
 
 
+# A rendezvous that shows what the agent sees while this rank waits in it for the others.
+RENDEZVOUS = """
+import os, torch, torch.distributed as dist
+from pathlib import Path
+from paceline_wire.ring import RingReader, RingError, reserve
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+def show():
+    try:
+        reader = RingReader(Path(os.environ["PACELINE_RING_DIRECTORY"], "job.g0.r0.ring"))
+        return reader.view().status, reader.identity.started_ns, reader.identity.is_reserved
+    except RingError:
+        return None
+
+def meet(url, timeout, **options):
+    print(show()[0] if show() else "no ring")
+    if "fail" in url:
+        raise OSError("store down")
+    yield dist.HashStore(), 0, SIZE
+
+register_rendezvous_handler("show", meet)
+SIZE = 1
+"""
+PLACE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+JOIN = "dist.init_process_group('gloo', init_method='show://', world_size=SIZE, rank=0)\n"
+
+
+@pytest.mark.parametrize("imports", ["", "import paceline\n"])
+def test_a_rank_shows_that_it_waits_in_init_process_group(tmp_path: Path, imports: str) -> None:
+    done = forked(RENDEZVOUS + imports + JOIN + "print(show()[0])", tmp_path, **PLACE)
+    assert (done.stdout, done.stderr) == ("joining\nstarting\n", "")
+
+
+def test_an_error_of_init_process_group_is_raised_unchanged(tmp_path: Path) -> None:
+    call = """
+try:
+    dist.init_process_group("gloo", init_method="show://fail", world_size=1, rank=0)
+except OSError as error:
+    print(error.args, show()[0])
+"""
+    done = forked(RENDEZVOUS + call, tmp_path, **PLACE)
+    assert (done.stdout, done.stderr) == ("joining\n('store down',) starting\n", "")
+
+
+def test_a_group_of_other_ranks_than_the_launchers_is_recorded_once_it_exists(
+    tmp_path: Path,
+) -> None:
+    place = PLACE | {"WORLD_SIZE": "4"}
+    done = forked(RENDEZVOUS + JOIN + "print(show()[0])", tmp_path, **place)
+    assert (done.stdout, done.stderr) == ("no ring\nstarting\n", "")
+
+
+def test_a_rank_continues_the_run_of_its_reserved_ring(tmp_path: Path) -> None:
+    """A stale ring of an earlier process with the same pid is no part of it."""
+    begin = """
+from msgspec.structs import replace
+from paceline.environment import identify, read_rank_environment
+rank = read_rank_environment()
+now = identify(rank, rank.topology, rank.topology.coordinates(0), {})
+reserve(rank.ring_path, replace(now, is_reserved=True, started_ns=now.started_ns - AGE_NS))
+before = show()
+"""
+    check = "after = show()\nprint(before[1] == after[1], before[2], after[2])"
+    for age_ns, output in (("1", "True True False"), ("10**13", "False True False")):
+        source = RENDEZVOUS + begin.replace("AGE_NS", age_ns) + JOIN + check
+        done = forked(source, tmp_path, **PLACE)
+        assert (done.stdout, done.stderr) == (f"joining\n{output}\n", "")
+        (tmp_path / "job.g0.r0.ring").unlink()
+
+
 def test_compiled_code_is_compiled_as_before(tmp_path: Path) -> None:
     """The start of the hooks adds no graph break to those that torch's optimizer has itself."""
     finished = forked(

@@ -31,6 +31,7 @@ from paceline_wire.ring import (
     create,
     define,
     describe,
+    reserve,
 )
 from paceline_wire.spans import RECORD, RECORD_BYTES, unpack
 from paceline_wire.topology import Coordinates, Topology
@@ -49,6 +50,23 @@ def test_a_ring_is_private_unless_its_directory_sets_a_group(
     for path, mode in ((own, 0o600), (shared, 0o660)):
         create(path, identity, CAPACITY)
         assert path.stat().st_mode & 0o7777 == mode
+        path.unlink()
+        reserve(path, identity)
+        assert path.stat().st_mode & 0o7777 == mode
+
+
+def test_a_reserved_ring_gives_way_to_the_ranks_own_and_never_replaces_it(
+    tmp_path: Path, identity: Identity
+) -> None:
+    path = tmp_path / "rank.ring"
+    reserve(path, identity)
+    reader = RingReader(path)
+    assert (reader.identity, reader.view().status, reader.read()) == (identity, "loading", b"")
+    create(path, identity, CAPACITY).close()
+    with pytest.raises(FileExistsError):
+        reserve(path, identity)
+    assert RingReader(path).view().status == "starting"
+    assert [each.name for each in tmp_path.iterdir()] == ["rank.ring"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give its own rights up")

@@ -34,7 +34,15 @@ from paceline_wire.metadata import (
     TORCHRUN_RUN,
 )
 from paceline_wire.node_directory import rings_of_running_agents
-from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity, RingError, RingReader
+from paceline_wire.ring import (
+    DEFAULT_CAPACITY,
+    STATE_STATUS,
+    SUFFIX,
+    Identity,
+    RingError,
+    RingReader,
+    Status,
+)
 from paceline_wire.topology import DEFAULT_LAYOUT, Axis, Coordinates, Topology
 
 _log = logging.getLogger(__name__)
@@ -96,6 +104,7 @@ PEER_BYTES_PER_SECOND = 500_000_000
 
 _started_ns: int | None = None  # CLOCK_MONOTONIC; None: with the process
 
+_BEFORE_STEPS = (Status.LOADING, Status.JOINING, Status.STARTING)
 _METADATA_BYTES = 3000  # leaves room on the identity page for its other fields
 _JOB_LENGTH = 64
 _HOST_LENGTH = 40  # leaves room for the rest of a job name
@@ -174,6 +183,11 @@ def given_flops() -> dict[str, str]:
 def launched_world_size() -> int:
     """Return the number of ranks that the launcher started."""
     return _launcher_ranks(os.environ)[1]
+
+
+def has_place() -> bool:
+    """Return whether the environment identifies the job and the rank without a process group."""
+    return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +300,11 @@ def identify(
 ) -> Identity:
     """Return the identity that the ring's first page holds.
 
-    `environment`: of the rank, default `os.environ`.
+    `environment`: of a rank that this process has started; default: this process is the rank.
     """
+    torchrun = os.getppid() if environment is None else os.getpid()
     environment = os.environ if environment is None else environment
-    launcher = _launcher(rank_environment.job, environment)
+    launcher = _launcher(rank_environment.job, environment, torchrun)
     detected = {"python": sys.version.split()[0], **_script(), **launcher}
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -320,8 +335,11 @@ def _script() -> dict[str, str]:
     return {"script": name[:_SCRIPT_LENGTH]} if name and not name.startswith("-") else {}
 
 
-def _launcher(own_job: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the launchers as metadata; `own_job`: the job name of this rank."""
+def _launcher(own_job: str, environment: Mapping[str, str], torchrun: int) -> dict[str, str]:
+    """Return the launchers as metadata.
+
+    `own_job`: the job name of this rank. `torchrun`: the process that is torchrun, if any is.
+    """
     found: dict[str, str] = {}
     if "TORCHELASTIC_RUN_ID" in environment:  # torchrun also reports how its ranks end
         found = {
@@ -330,7 +348,7 @@ def _launcher(own_job: str, environment: Mapping[str, str]) -> dict[str, str]:
             TORCHRUN_RESTARTS: environment.get("TORCHELASTIC_RESTART_COUNT") or "0",
             TORCHRUN_MAX_RESTARTS: environment.get("TORCHELASTIC_MAX_RESTARTS") or "0",
         }
-        if least := _least_nodes():
+        if least := _least_nodes(torchrun):
             found[TORCHRUN_LEAST_NODES] = least
     if (jobset := _jobset(environment)) is not None:
         found[KUBERNETES_JOB] = "/".join(jobset)
@@ -345,13 +363,13 @@ def _launcher(own_job: str, environment: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _least_nodes() -> str | None:
-    """Return the smallest number of nodes that torchrun accepts (--nnodes=LEAST:MOST).
+def _least_nodes(torchrun: int) -> str | None:
+    """Return the smallest number of nodes that this torchrun accepts (--nnodes=LEAST:MOST).
 
     None if it was not started by its command, or has no such option.
     """
     try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
+        words = Path(f"/proc/{torchrun}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return None
     for word, value in zip(words, [*words[1:], ""], strict=True):
@@ -423,6 +441,22 @@ def process_started_ns() -> int | None:
     except (OSError, ValueError, IndexError, AttributeError):
         return None
     return max(0, since_boot_ns - suspended_ns)
+
+
+def recorded_since_ns(ring_path: Path) -> int | None:
+    """Return `started_ns` of this process's earlier ring if no step was recorded there.
+
+    Its launcher reserved it, or the recording starts again. None: there is no such ring.
+    """
+    try:
+        with closing(RingReader(ring_path)) as reader:
+            identity, status = reader.identity, reader.state[STATE_STATUS]
+    except RingError:
+        return None
+    began = process_started_ns()
+    if identity.pid != os.getpid() or began is None or identity.started_ns < began:
+        return None  # an earlier process had the same pid
+    return identity.started_ns if status in _BEFORE_STEPS else None
 
 
 def is_descendant_of_writer(ring_path: Path) -> bool:

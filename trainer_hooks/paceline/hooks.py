@@ -21,6 +21,8 @@ from functools import cache, partial
 from operator import index
 from typing import Any, ParamSpec, TypeVar
 
+from msgspec.structs import replace
+
 from paceline.collectives import coverage
 from paceline.collectives.native import NativeRecorder, recorder_of_process_groups
 from paceline.device import on_device
@@ -28,10 +30,13 @@ from paceline.environment import (
     AXES,
     counts_flops,
     given_flops,
+    has_place,
     identify,
     is_descendant_of_writer,
+    launched_world_size,
     locate_rank,
     read_rank_environment,
+    recorded_since_ns,
 )
 from paceline.loaders import count_steps
 from paceline.loop import DataWait, Loop, Resumable, StepBlock
@@ -160,6 +165,35 @@ def autostart(*, in_optimizer_step: bool = False) -> None:
         session.guard(session.watch_optimizers)
 
 
+def knows_rank(world_size: int) -> bool:
+    """Return whether `init_process_group` creates a group of all ranks, of which the environment
+    identifies this one.
+
+    Args:
+        world_size: as the script passed it; not positive: it did not.
+    """
+    return has_place() and (world_size <= 0 or world_size == launched_world_size())
+
+
+def join_process_group() -> Callable[[], None]:
+    """Show that this rank is in `init_process_group`, where it waits for all others.
+
+    Returns:
+        What shows that the call has returned, or raised.
+    """
+    session = _session
+    if session is None or session.recorder.status != Status.STARTING:
+        return _nothing
+    recorder = session.recorder
+    session.guard(recorder.set_status, Status.JOINING)
+
+    def leave() -> None:
+        if recorder.status == Status.JOINING:
+            recorder.set_status(Status.STARTING)
+
+    return partial(session.guard, leave)
+
+
 def start_if_asked() -> None:
     """Start recording if `PACELINE=1` asks for it, and neither the script nor torch has begun.
 
@@ -191,6 +225,8 @@ def _start(
     rank = environment.rank
     sizes, coordinates = locate_rank(rank, topology or environment.topology, mesh, given)
     identity = identify(environment, sizes, coordinates, metadata)
+    if (since_ns := recorded_since_ns(environment.ring_path)) is not None:
+        identity = replace(identity, started_ns=since_ns)
     ring = create(environment.ring_path, identity, environment.capacity)
     ending_path(ring.path).unlink(missing_ok=True)  # left by an earlier run
     _owner = get_ident()

@@ -4,7 +4,8 @@ PyTorch calls each entry point of the group `torch.backends` at the end of its o
 package of its own because every process that imports torch pays for it: without `PACELINE` it reads
 one variable. With it, two functions of torch start the hooks as `paceline.init()` does:
 
-    init_process_group        once the process group exists
+    init_process_group        before it waits for the other ranks, if the launcher's variables
+                              identify this one; else once the process group exists
     the first optimizer step  of a process that has none
 
 The adapters of frameworks (`frameworks.py`) also do, when their training begins. So only processes
@@ -13,8 +14,8 @@ torch.compile import torch too, but do neither. If an error ends a rank of torch
 reported.
 
 An exception here would fail `import torch`. The name `paceline` is imported only at the start: a
-script that has imported it by then is expected to call `paceline.init` itself, and is started at
-its first optimizer step if it did not.
+script that has imported it by then is expected to call `paceline.init` itself. If it did not, it is
+started at its first optimizer step, or before that in `init_process_group`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from functools import wraps
 from typing import Any
 
 from paceline_autostart.variable import OFF, ON, asked
+
+_WORLD_SIZE = 3  # position among the arguments of `init_process_group`
 
 _started_in = 0  # pid: a process is started once, and so is a forked child
 
@@ -63,14 +66,33 @@ def _replace(original: Callable[..., Any], is_imported_by_script: Callable[[], b
 
     @wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if not is_imported_by_script():
+        is_scripts = is_imported_by_script()
+        joined = _join(kwargs.get("world_size", args[_WORLD_SIZE] if args[_WORLD_SIZE:] else -1))
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            joined()
+        if not is_scripts:
             _start()
         return result
 
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.") and vars(module).get("init_process_group") is original:
             setattr(module, "init_process_group", init_process_group)  # noqa: B010 - untyped
+
+
+def _join(world_size: object) -> Callable[[], None]:
+    """Show that this rank waits for the others. Return what ends that."""
+    try:
+        from paceline.hooks import join_process_group, knows_rank  # noqa: PLC0415
+
+        if not knows_rank(world_size if isinstance(world_size, int) else -1):
+            return lambda: None
+        _start()
+        return join_process_group()
+    except Exception as error:
+        _warn("a wait for other ranks is not recorded: %s", error)
+        return lambda: None
 
 
 def _before_optimizer_step(*_: Any) -> None:

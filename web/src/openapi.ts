@@ -1472,6 +1472,7 @@ export interface components {
          *         "hang_checkpoint_seconds": 60,
          *         "hang_evaluation_seconds": 20,
          *         "hang_patience_seconds": 10,
+         *         "late_rank_seconds": 60,
          *         "loss_divergence_steps": 50,
          *         "loss_rollback": "propose",
          *         "loss_skip_steps": 0,
@@ -1627,6 +1628,11 @@ export interface components {
                  * @default 10
                  */
                 hang_patience_seconds: number;
+                /**
+                 * @description Ranks that wait for one that has not called `init_process_group` are reported after this, as a warning; first imports from a cold file system differ by tens of seconds. After `start_timeout_seconds` the job is hung.
+                 * @default 60
+                 */
+                late_rank_seconds: number;
                 /**
                  * @description A spike that has not returned after so many steps is a divergence.
                  * @default 50
@@ -1872,6 +1878,11 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
+                 * @description Ranks that wait for one that has not called `init_process_group` are reported after this, as a warning; first imports from a cold file system differ by tens of seconds. After `start_timeout_seconds` the job is hung.
+                 * @default 60
+                 */
+                late_rank_seconds: number;
+                /**
                  * @description A spike that has not returned after so many steps is a divergence.
                  * @default 50
                  */
@@ -2093,6 +2104,7 @@ export interface components {
          *             "hang_checkpoint_seconds": 60,
          *             "hang_evaluation_seconds": 20,
          *             "hang_patience_seconds": 10,
+         *             "late_rank_seconds": 60,
          *             "loss_divergence_steps": 50,
          *             "loss_rollback": "propose",
          *             "loss_skip_steps": 0,
@@ -2496,6 +2508,7 @@ export interface components {
          *             "hang_checkpoint_seconds": 60,
          *             "hang_evaluation_seconds": 20,
          *             "hang_patience_seconds": 10,
+         *             "late_rank_seconds": 60,
          *             "loss_divergence_steps": 50,
          *             "loss_rollback": "propose",
          *             "loss_skip_steps": 0,
@@ -2605,6 +2618,11 @@ export interface components {
                  * @default 10
                  */
                 hang_patience_seconds: number;
+                /**
+                 * @description Ranks that wait for one that has not called `init_process_group` are reported after this, as a warning; first imports from a cold file system differ by tens of seconds. After `start_timeout_seconds` the job is hung.
+                 * @default 60
+                 */
+                late_rank_seconds: number;
                 /**
                  * @description A spike that has not returned after so many steps is a divergence.
                  * @default 50
@@ -2733,6 +2751,7 @@ export interface components {
          *         "hang_checkpoint_seconds": 60,
          *         "hang_evaluation_seconds": 20,
          *         "hang_patience_seconds": 10,
+         *         "late_rank_seconds": 60,
          *         "loss_divergence_steps": 50,
          *         "loss_rollback": "propose",
          *         "loss_skip_steps": 0,
@@ -2833,6 +2852,11 @@ export interface components {
                  * @default 10
                  */
                 hang_patience_seconds: number;
+                /**
+                 * @description Ranks that wait for one that has not called `init_process_group` are reported after this, as a warning; first imports from a cold file system differ by tens of seconds. After `start_timeout_seconds` the job is hung.
+                 * @default 60
+                 */
+                late_rank_seconds: number;
                 /**
                  * @description A spike that has not returned after so many steps is a divergence.
                  * @default 50

@@ -93,12 +93,17 @@ _HEADER = struct.Struct("<8sIIQI")  # magic, layout version, reserved, capacity,
 
 
 class Status:
-    """Values of STATE_STATUS. STOPPING: a signal arrived; the script may save before it ends."""
+    """Values of STATE_STATUS. STOPPING: a signal arrived; the script may save before it ends.
+
+    LOADING: the process runs, and has not called `init_process_group`; its launcher reserved the
+    ring. JOINING: it is in the call.
+    """
 
     STARTING, RUNNING, CHECKPOINTING, EVALUATING, FINISHED, FAILED, STOPPING = range(7)
+    LOADING, JOINING = 7, 8
     NAMES = (
         *("starting", "running", "checkpointing", "evaluating"),
-        *("finished", "failed", "stopping"),
+        *("finished", "failed", "stopping", "loading", "joining"),
     )
 
 
@@ -143,6 +148,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     started_ns: int  # CLOCK_MONOTONIC
     gpu_uuid: str | None = None
     metadata: dict[str, str] = {}  # framework versions, schedule, whether kernels are emulated
+    is_reserved: bool = False  # by the launcher, for a rank that has recorded nothing yet
 
 
 class SectionDefinition(msgspec.Struct, frozen=True, tag="section"):
@@ -293,21 +299,14 @@ def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> 
         raise ValueError(
             f"capacity must be a power of two in {MINIMUM_CAPACITY}..{MAXIMUM_CAPACITY}: {capacity}"
         )
-    encoded = msgspec.msgpack.encode(identity)
-    if _HEADER.size + len(encoded) > PAGE:
-        raise ValueError(f"identity takes {len(encoded)} bytes, more than one page holds")
-    size = SPANS_OFFSET + capacity * RECORD_BYTES
+    header = _header(identity, capacity)
     unique = os.urandom(8).hex()  # so that other users cannot predict the name
     temporary = path.with_name(f".{path.name}.{unique}")
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        # Set-group-ID: the agent runs as another user and reads rings through this group.
-        if os.stat(path.parent).st_mode & stat.S_ISGID:
-            os.fchmod(descriptor, 0o660)
-        os.posix_fallocate(descriptor, 0, size)  # a full tmpfs fails here, not with SIGBUS later
+        size = _allocate(descriptor, path.parent, capacity)
         mapping = mmap.mmap(descriptor, size)
-        mapping[: _HEADER.size] = _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, capacity, len(encoded))
-        mapping[_HEADER.size : _HEADER.size + len(encoded)] = encoded
+        mapping[: len(header)] = header
         try:
             os.rename(temporary, path)
         except PermissionError:  # another user's file has this name
@@ -319,6 +318,50 @@ def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> 
     finally:
         os.close(descriptor)
     return RingFile(path, mapping, capacity)
+
+
+def reserve(path: Path, identity: Identity) -> None:
+    """Create the ring of a rank that has not created it, with status LOADING.
+
+    The rank replaces it by its own. It never replaces one that the rank creates at the same time.
+
+    Raises:
+        FileExistsError: the rank has a ring.
+        ValueError: the identity is too long.
+        OSError: the directory cannot be written.
+    """
+    header = _header(identity, MINIMUM_CAPACITY)
+    descriptor = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    try:
+        _allocate(descriptor, path.parent, MINIMUM_CAPACITY)
+        os.pwrite(descriptor, header, 0)
+        os.pwrite(descriptor, Status.LOADING.to_bytes(8, "little"), STATE_OFFSET + 8 * STATE_STATUS)
+        # Readers refuse a file with two names, which a link to a named file has for a moment. For a
+        # file without a name, Python follows the symbolic link only if a directory is given.
+        names = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.link(str(descriptor), path, src_dir_fd=names)
+        finally:
+            os.close(names)
+    finally:
+        os.close(descriptor)
+
+
+def _header(identity: Identity, capacity: int) -> bytes:
+    encoded = msgspec.msgpack.encode(identity)
+    if _HEADER.size + len(encoded) > PAGE:
+        raise ValueError(f"identity takes {len(encoded)} bytes, more than one page holds")
+    return _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, capacity, len(encoded)) + encoded
+
+
+def _allocate(descriptor: int, directory: Path, capacity: int) -> int:
+    """Give the file of a new ring its permissions and its size, which is returned."""
+    # Set-group-ID: the agent runs as another user and reads rings through this group.
+    if os.stat(directory).st_mode & stat.S_ISGID:
+        os.fchmod(descriptor, 0o660)
+    size = SPANS_OFFSET + capacity * RECORD_BYTES
+    os.posix_fallocate(descriptor, 0, size)  # a full tmpfs fails here, not with SIGBUS later
+    return size
 
 
 def is_capacity(capacity: int) -> bool:

@@ -97,7 +97,8 @@ def condition(session: Session, job: models.JobRow, as_of: AsOf) -> Condition:
     else:
         kind = "starting" if job.state != "running" else "training"
         if kind == "training" and job.step is None:
-            kind = "unobserved"
+            statuses = queries.rank_statuses(session, job.id)
+            kind = "starting" if statuses.keys() & {"loading", "joining"} else "unobserved"
     return Condition(
         job=kind,
         as_of_ns=job.ticked_ns,

@@ -144,6 +144,9 @@ def _at_step(job: models.JobRow) -> str:
 
 
 def _starting(session: Session, job: models.JobRow) -> str:
+    if joining := queries.rank_statuses(session, job.id).get("joining", 0):
+        ranks = f"{joining} of {job.topology.world_size} ranks"
+        return f"Generation {job.generation} is starting: {ranks} are in init_process_group."
     states = queries.rank_states(session, job.id)
     ready, count = states.get("attached", 0), sum(states.values())
     return f"Generation {job.generation} is starting: {ready} of {count} ranks have attached."

@@ -4,7 +4,7 @@
 |---|---|
 | failure, critical | restart; without the node if it is suspected |
 | hang of a process that is stopped or gone, or by a mismatch | the same |
-| any other hang | the same after the policy's `hang_patience_seconds`: it may continue by itself |
+| any other critical hang | the same after the policy's `hang_patience_seconds`: it may continue |
 | NaN or infinite loss | restart from a checkpoint before it, `loss_tries` times; then end the job |
 | one replica with other parameters | restart without its node, proposed |
 | divergence of the loss | the same, proposed (`loss_rollback`); then notify |
@@ -12,7 +12,7 @@
 | the same caused by load of the node's host, for 20 steps | the same |
 | straggler or slow data of unknown cause, critical for 20 steps | the same |
 | transient or chronic, above severity info | notify: a restart changes nothing |
-| any other, of severity warning or critical | notify |
+| any other, of severity warning or critical, such as a late rank at a start | notify |
 | bubble, or anything of severity info | none: the incident is the advice |
 """
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, and_, delete, func, not_, select, update
+from msgspec.structs import replace
+from sqlalchemy import ColumnElement, and_, delete, func, not_, or_, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
@@ -41,7 +42,7 @@ class PendingRun(NamedTuple):
 
 
 def record_attached(session: Session, agent_id: str, event: RankAttached, received_ns: int) -> None:
-    """Record an attached rank, except for ranks of Paceline's own jobs and recorded processes."""
+    """Record an attached rank, except for ranks of Paceline's own jobs and placed processes."""
     identity = event.identity
     job_id, world_size = identity.job, identity.world_size
     if not is_job_name(job_id) or not 0 <= identity.rank < world_size <= RANKS_AT_MOST:
@@ -67,7 +68,9 @@ def record_attached(session: Session, agent_id: str, event: RankAttached, receiv
         insert_into(session, AttachmentRow)
         .values(**keys, **row)
         .on_conflict_do_update(
-            index_elements=list(keys), set_=row, where=not_(and_(*is_same_process))
+            index_elements=list(keys),
+            set_=row,
+            where=or_(not_(and_(*is_same_process)), AttachmentRow.placed.is_(False)),
         )
     )
 
@@ -86,7 +89,7 @@ def _discard_earlier_generations(session: Session, agent_id: str, identity: Iden
 
 
 def record_exit(session: Session, agent_id: str, event: RankExited, received_ns: int) -> None:
-    """Record the exit of a rank whose run is still incomplete."""
+    """Record the exit of a rank whose run is still incomplete, or loads."""
     keys = event.job, event.generation, event.rank
     row = (
         session.get(AttachmentRow, keys, populate_existing=True) if "\0" not in event.job else None
@@ -95,6 +98,8 @@ def record_exit(session: Session, agent_id: str, event: RankExited, received_ns:
         return
     if (row.agent_id, row.identity.pid) == (agent_id, event.pid):
         row.ended_ns = received_ns
+        if event.exit_code or event.signal:  # a failure is shown, also one before the first record
+            row.identity = replace(row.identity, is_reserved=False)
 
 
 def discard_ended(session: Session, before_ns: int) -> None:
@@ -150,6 +155,11 @@ def is_superseded(session: Session, job: JobRow) -> bool:
 def ranks_of(session: Session, pending: PendingRun) -> Sequence[AttachmentRow]:
     """Return the rows of a pending run."""
     return session.scalars(select(AttachmentRow).where(*_conditions(pending))).all()
+
+
+def is_loading(session: Session, pending: PendingRun) -> bool:
+    """Return whether no rank of a pending run has recorded anything: it may not train at all."""
+    return all(row.identity.is_reserved for row in ranks_of(session, pending))
 
 
 def claim(session: Session, pending: PendingRun) -> list[AttachmentRow]:

@@ -181,6 +181,12 @@ def ranks_by_operation(session: Session, job_id: str) -> dict[str, list[int]]:
     return found
 
 
+def rank_statuses(session: Session, job_id: str) -> dict[str | None, int]:
+    """Return the number of ranks by the status that they report."""
+    query = select(RankRow.status, func.count()).where(RankRow.job_id == job_id)
+    return dict(session.execute(query.group_by(RankRow.status)).all())
+
+
 def nodes(session: Session, limit: int, after: str | None) -> Sequence[NodeRow]:
     """Return one page of nodes, ordered by name."""
     query = select(NodeRow).order_by(NodeRow.agent_id).limit(limit)

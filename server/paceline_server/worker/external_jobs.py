@@ -101,6 +101,8 @@ class ExternalJobs:
             )
             if _refuse_earlier_runs(session, run, job, self._now_ns()):
                 return False
+            if attachments.is_loading(session, run):
+                return False
             action = None
             if job is not None and job.state not in FINISHED and not is_old:
                 action = _relaunching(session, job)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from paceline_server.store import attachments
 from paceline_server.store.attachments import PendingRun
 from paceline_server.store.database import Database
@@ -19,7 +21,13 @@ class Found:
         self._events: list[tuple[str, RankAttached]] = []
 
     def run(
-        self, world_size: int, ranks: range, agent_id: str = "node-0", generation: int = 0
+        self,
+        world_size: int,
+        ranks: range,
+        agent_id: str = "node-0",
+        generation: int = 0,
+        *,
+        is_reserved: bool = False,
     ) -> None:
         self._now_ns += 1
         for rank in ranks:
@@ -36,6 +44,7 @@ class Found:
                 host="host",
                 clock_offset_ns=0,
                 started_ns=self._now_ns,
+                is_reserved=is_reserved,
             )
             self._tell(agent_id, RankAttached(time_ns=self._now_ns, identity=identity))
 
@@ -49,9 +58,26 @@ class Found:
         with self._database.write() as session:
             attachments.record_attached(session, agent_id, event, self._now_ns)
 
-    def exit(self, pid: int, rank: int) -> None:
+    def begin(self, rank: int) -> None:
+        """Have a rank record whose ring was reserved: it is the same process."""
+        agent_id, event = next(each for each in self._events if each[1].identity.rank == rank)
+        self._tell(agent_id, replace(event, identity=replace(event.identity, is_reserved=False)))
+
+    def is_loading(self) -> bool:
+        (gathered,) = self.whole()
+        with self._database.read() as session:
+            return attachments.is_loading(session, gathered)
+
+    def exit(self, pid: int, rank: int, exit_code: int | None = None) -> None:
         self._now_ns += 1
-        event = RankExited(time_ns=self._now_ns, job="local", generation=0, rank=rank, pid=pid)
+        event = RankExited(
+            time_ns=self._now_ns,
+            job="local",
+            generation=0,
+            rank=rank,
+            pid=pid,
+            exit_code=exit_code,
+        )
         with self._database.write() as session:
             attachments.record_exit(session, "node-0", event, self._now_ns)
 
@@ -127,3 +153,24 @@ def test_node_has_ranks_of_its_newest_generation_only(database: Database) -> Non
     found.report_again()
     assert found.take() == [200, 401]
     assert found.whole() == []
+
+
+def test_run_of_which_no_rank_records_is_loading(database: Database) -> None:
+    """A launcher may start other programs than trainings: a job is shown once a rank records."""
+    found = Found(database)
+    found.run(2, range(2), is_reserved=True)
+    assert found.is_loading()
+    found.exit(101, rank=1, exit_code=0)
+    assert found.is_loading()
+    found.begin(0)
+    assert not found.is_loading()
+    assert found.take() == [100, 101]
+    found.begin(1)
+    assert found.whole() == [], "the same process is no other run"
+
+
+def test_failure_of_a_rank_that_loads_is_shown(database: Database) -> None:
+    found = Found(database)
+    found.run(2, range(2), is_reserved=True)
+    found.exit(101, rank=1, exit_code=1)
+    assert not found.is_loading()

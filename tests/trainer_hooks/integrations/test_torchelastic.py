@@ -11,12 +11,20 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
 from paceline.environment import read_rank_environment
 from paceline.integrations import torchelastic
 from paceline_wire.ending import Ending, read_ending
+from paceline_wire.ring import RingReader
 
 
 def run(
-    scripts: list[str], directory: Path, monkeypatch: pytest.MonkeyPatch
+    scripts: list[str],
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    record: bool = True,
 ) -> list[Ending | None]:
-    """Run one shell per local rank as torchrun does. Return how each ended."""
+    """Run one shell per local rank as torchrun does. Return how each ended.
+
+    `record`: the ranks have rings.
+    """
     for name in ("close", "wait"):
         monkeypatch.setattr(api.PContext, name, getattr(api.PContext, name))
     torchelastic.attach(api)
@@ -34,7 +42,8 @@ def run(
     for environment in environments.values():
         rank = read_rank_environment(environment)
         assert rank is not None
-        rank.ring_path.touch()
+        if record:
+            rank.ring_path.touch()
         rings.append(rank.ring_path)
     context = api.SubprocessContext(
         name="train",
@@ -64,3 +73,20 @@ def test_a_rank_that_finishes_first_is_written_while_the_others_run(
 ) -> None:
     wait = f"while [ ! -e {tmp_path}/*.r0.end ]; do sleep 0.05; done"
     assert run(["exit 0", wait], tmp_path, monkeypatch) == [Ending(0), Ending(0)]
+
+
+def test_the_ring_of_a_rank_that_loads_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchelastic, "RESERVED_AFTER_SECONDS", 0.0)
+    other = tmp_path / "local.g0.r1.ring"
+    other.write_text("the rank's own")
+    wait = f"while [ ! -e {tmp_path}/local.g0.r0.ring ]; do sleep 0.05; done; exit 3"
+    endings = run([wait, "sleep 600"], tmp_path, monkeypatch, record=False)
+    reader = RingReader(tmp_path / "local.g0.r0.ring")
+    identity = reader.identity
+    assert (identity.rank, identity.world_size, identity.is_reserved) == (0, 2, True)
+    assert reader.view().status == "loading"
+    assert identity.pid != os.getpid()
+    assert endings[0] == Ending(3), "a failure while it loads is reported as that of any rank"
+    assert other.read_text() == "the rank's own"

@@ -9,26 +9,42 @@ rank's hooks reported one themselves. The exit code 0 of a rank is handed over w
 waits for the others: after `os._exit(0)` its hooks saw no end.
 
 A rank that ends before it records, such as by an error of an import, has no ring. If one fails and
-no rank of its node records, the adapter writes the rings once all have ended: the job is shown.
+no rank of its node records, the adapter writes the rings once all have ended: the job is shown. The
+ring of a rank that still has none after 10 s is reserved: the server sees that it is loading, while
+the others may wait for it in `init_process_group`.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace as replace_fields
 
 from paceline.environment import RankEnvironment, identify, locate_rank, read_rank_environment
 from paceline.hooks import FRAMES_OF_AN_ERROR
 from paceline.integrations.boundaries import never_raises
 from paceline.wrapping import replace
 from paceline_wire.ending import Ending, write_ending
-from paceline_wire.ring import MINIMUM_CAPACITY, STATE_STATUS, Status, create
+from paceline_wire.ring import (
+    MINIMUM_CAPACITY,
+    STATE_STATUS,
+    Identity,
+    RingError,
+    RingReader,
+    Status,
+    create,
+    reserve,
+)
+
+RESERVED_AFTER_SECONDS = 10.0  # most ranks record by then
 
 
 def attach(module: ModuleType) -> None:
@@ -62,6 +78,7 @@ def _reporting_finished(wait_for_all: Callable[..., Any]) -> Callable[..., Any]:
         result = wait_for_all(self, *args, **options)
         if not hasattr(self, "_paceline_closed"):
             report_finished(self)
+            report_loading(self)
         return result
 
     return wait
@@ -85,6 +102,47 @@ def report_finished(context: Any) -> None:
         rank = read_rank_environment(_environment(context, local_rank))
         if rank is not None and rank.ring_path.exists():
             write_ending(rank.ring_path, Ending(0))
+
+
+@never_raises
+def report_loading(context: Any) -> None:
+    """Reserve, once, the rings of the ranks that have none some time after their start.
+
+    Args:
+        context: torch's `PContext`.
+    """
+    now = time.monotonic()
+    due = getattr(context, "_paceline_reserves_at", None)
+    if due is None:
+        context._paceline_reserves_at = due = now + RESERVED_AFTER_SECONDS
+    if now < due:
+        return
+    context._paceline_reserves_at = math.inf
+    for local_rank in context.envs:
+        rank = read_rank_environment(_environment(context, local_rank))
+        if rank is not None and rank.world_size > 1:
+            identity = replace_fields(_identity(context, local_rank, rank), is_reserved=True)
+            with suppress(FileExistsError):
+                reserve(rank.ring_path, identity)
+
+
+def _identity(context: Any, local_rank: int, rank: RankEnvironment) -> Identity:
+    """Return the identity of a rank that does not record."""
+    words = map(str, context.args[local_rank])
+    script = next((word for word in words if not word.startswith("-")), "")
+    place = locate_rank(rank.rank, rank.topology, None, {})
+    metadata = {"script": Path(script).name}
+    identity = identify(rank, *place, metadata, _environment(context, local_rank))
+    return replace_fields(identity, pid=context.pids()[local_rank])
+
+
+def _has_ring(rank: RankEnvironment) -> bool:
+    """Return whether the rank itself has created its ring."""
+    try:
+        with closing(RingReader(rank.ring_path)) as reader:
+            return not reader.identity.is_reserved
+    except RingError:
+        return False
 
 
 def _environment(context: Any, local_rank: int) -> dict[str, str]:
@@ -124,15 +182,9 @@ class RankEnds:
         How those ended that torchrun itself has ended since stays unknown.
         """
         for local_rank, rank in self._unrecorded.items():
-            pid = self._context.pids()[local_rank]
-            words = map(str, self._context.args[local_rank])
-            script = next((word for word in words if not word.startswith("-")), "")
-            place = locate_rank(rank.rank, rank.topology, None, {})
-            metadata = {"script": Path(script).name}
-            identity = identify(rank, *place, metadata, _environment(self._context, local_rank))
+            identity = _identity(self._context, local_rank, rank)
             if local_rank in self._failures:
                 write_ending(rank.ring_path, ending_of(self._failures[local_rank]))
-            identity = msgspec.structs.replace(identity, pid=pid)
             ring = create(rank.ring_path, identity, MINIMUM_CAPACITY)
             ring.state[STATE_STATUS] = Status.FAILED
             ring.close()
@@ -142,7 +194,7 @@ class RankEnds:
 def report_error(error: BaseException) -> None:
     """Write the error that ends this rank, which has no ring, for torchrun's process to report."""
     rank = read_rank_environment()
-    if rank is not None and not rank.ring_path.exists():
+    if rank is not None and not _has_ring(rank):
         text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
         write_ending(rank.ring_path, Ending(1, None, text))
 

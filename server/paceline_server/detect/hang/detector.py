@@ -3,7 +3,7 @@
 A job hangs if the state page of every living rank has been unchanged for long enough, in recent
 reports. The limit is three times the usual duration of the culprit's operation, and at least two
 steps or 20 s; less if a process is stopped or gone, which is certain; more while the job starts,
-evaluates or saves a checkpoint.
+evaluates or saves a checkpoint. A start that waits for a rank (`late_start`) is a warning first.
 
 The verdict has three steps, one module each: who waits for whom (`wait_for_graph`), who is to blame
 (`culprit`), and why (`verdict`); `sentences` writes the summary. After the first report the
@@ -24,6 +24,12 @@ from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.hang.culprit import Culprits, find_culprits
+from paceline_server.detect.hang.late_start import (
+    LateStart,
+    late_start,
+    late_summary,
+    late_verdict,
+)
 from paceline_server.detect.hang.python_stacks import (
     awaited_worker,
     cause_with_stacks,
@@ -98,9 +104,11 @@ class HangDetector(Detector):
         super().__init__(generation, policy)
         self.settings = settings
         self._active: Finding | None = None
+        self._late: LateStart | None = None  # the active finding is about it
         self._cache = _Cache()
         self._earlier_stacks: dict[int, RankStackTraces] = {}  # read before this hang
         self._earlier_dumps: dict[int, Received] = {}
+        self._frame: StackFrame | None = None  # in the active finding's summary
         self._detected_ns = 0
         self._frozen_since_ns = 0
         # By culprits: the longest of their hangs that ended by itself, in seconds.
@@ -116,12 +124,15 @@ class HangDetector(Detector):
         if self._active is not None:
             return (
                 self._clear_on_progress(ranks, observation)
+                or self._escalate(ranks, observation)
                 or self._add_stacks(observation)
                 or self._add_dumps(ranks, observation)
             )
-        verdict = self._stopped_processes(ranks, observation) or self._blocked_ranks(
-            ranks, observation
-        )
+        verdict = self._stopped_processes(ranks, observation)
+        self._late = None if verdict is not None else self._late_ranks(ranks, observation)
+        if self._late is not None:
+            verdict = late_verdict(self._late, ranks.live)
+        verdict = verdict or self._blocked_ranks(ranks, observation)
         if verdict is None:
             return []
         self._active = self._hang(verdict, ranks, observation)
@@ -200,6 +211,19 @@ class HangDetector(Detector):
             return None
         return stopped_verdict(stopped, ranks.views, observation)
 
+    def _late_ranks(self, ranks: _ExpectedRanks, observation: Observation) -> LateStart | None:
+        """Return the ranks without which the job has not started for too long."""
+        if observation.steps_finished:
+            return None
+        unseen = ranks.without_page - observation.ranks.keys()
+        found = late_start(ranks.live, unseen, observation.groups)
+        if found is None:
+            return None
+        limit = self.policy.late_rank_seconds
+        if not found.late:
+            limit *= self.settings.joining_multiple
+        return found if found.seconds >= min(limit, self.policy.start_timeout_seconds) else None
+
     def _blocked_ranks(self, ranks: _ExpectedRanks, observation: Observation) -> HangVerdict | None:
         """Return the verdict if every rank has been in the same operation for too long."""
         observed = self.settings.observed_seconds
@@ -259,7 +283,7 @@ class HangDetector(Detector):
             return settings.gone_seconds
         never_seen = any(rank not in observation.ranks for rank in ranks.without_page)
         if (
-            "starting" in statuses
+            statuses & {"starting", "loading", "joining"}
             or never_seen
             or observation.steps_finished < settings.known_steps
         ):
@@ -306,8 +330,9 @@ class HangDetector(Detector):
     def _hang(
         self, verdict: HangVerdict, ranks: _ExpectedRanks, observation: Observation
     ) -> Finding:
-        frozen = ranks.frozen_seconds
-        steps = [live.state.view.step for live in ranks.live if live.state]
+        late = self._late
+        frozen = ranks.frozen_seconds if late is None else late.seconds
+        steps = [live.state.view.step for live in ranks.live if live.state and late is None]
         rank = verdict.ranks[0] if verdict.is_single else None
         duration = Evidence(
             f"no rank has made progress for {frozen:.1f} s", "frozen_seconds", frozen
@@ -324,6 +349,7 @@ class HangDetector(Detector):
             side=verdict.side,
             onset_step=min(steps, default=None),
             step=max(steps, default=None),
+            severity="critical" if late is None or self._is_overdue(late) else "warning",
             cost_ratio=1.0,
             can_checkpoint=False,
             causes=node.causes if node.cause != UNKNOWN else [],
@@ -331,8 +357,32 @@ class HangDetector(Detector):
             evidence=[duration, *verdict.evidence, *node.evidence],
             counter_evidence=[*verdict.counter_evidence, *_normal_on_node(node)],
             stacks_wanted=list(verdict.stacks_wanted),
-            dumps_wanted=self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
+            dumps_wanted=late is None
+            and self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
         )
+
+    def _is_overdue(self, late: LateStart) -> bool:
+        """Return whether a start has taken longer than any may take."""
+        return late.seconds >= self.policy.start_timeout_seconds
+
+    def _escalate(self, ranks: _ExpectedRanks, observation: Observation) -> list[Finding]:
+        """Report a start as hung that has waited for a rank for as long as a start may take."""
+        active = self._active
+        assert active is not None
+        if self._late is None or active.severity == "critical":
+            return []
+        unseen = ranks.without_page - observation.ranks.keys()
+        found = late_start(ranks.live, unseen, observation.groups)
+        if found is None or not self._is_overdue(found):
+            return []
+        self._late = found
+        self._active = msgspec.structs.replace(
+            active,
+            severity="critical",
+            summary=self._summary(active.rank, active.cause, observation, self._frame),
+            detected_ns=observation.now_ns,
+        )
+        return [self._active]
 
     def _node_diagnosis(
         self, verdict: HangVerdict, frozen: float, step: int | None, observation: Observation
@@ -352,6 +402,8 @@ class HangDetector(Detector):
         frame: StackFrame | None = None,
         awaited: str | None = None,
     ) -> str:
+        if self._late is not None:
+            return late_summary(self._late, self.generation, frame)
         live = None if rank is None else observation.ranks.get(rank)
         state = None if live is None else live.state
         return hang_summary(
@@ -389,6 +441,7 @@ class HangDetector(Detector):
             places = {user_frame(stacks, cause) for stacks in all_stacks}
             is_shared = len(places) == 1 and len(all_stacks) == len(active.stacks_wanted)
             frame = places.pop() if is_shared else None
+        self._frame = frame
         new_evidence = [line for stacks in new for line in stack_evidence(stacks)]
         self._active = msgspec.structs.replace(
             active,
@@ -436,8 +489,9 @@ class HangDetector(Detector):
             return []
         # The script may pause by design, again and again.
         culprits, seconds = tuple(active.ranks), (observation.now_ns - self._frozen_since_ns) / 1e9
-        self._pauses[culprits] = max(self._pauses.get(culprits, 0.0), seconds)
-        self._active = None
+        if self._late is None:
+            self._pauses[culprits] = max(self._pauses.get(culprits, 0.0), seconds)
+        self._active = self._late = self._frame = None
         return [cleared(active, RESUMED, observation.now_ns)]
 
 
@@ -484,4 +538,6 @@ def _has_recorded(live: LiveRank) -> bool:
     if live.state is None:
         return False
     view = live.state.view
-    return view.status != "starting" or bool(view.head or view.frames or view.groups)
+    return view.status not in ("starting", "loading") or bool(
+        view.head or view.frames or view.groups
+    )

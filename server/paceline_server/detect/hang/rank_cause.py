@@ -81,7 +81,7 @@ def host_cause(
     if process is not None or live.state is None:
         return process or (UNKNOWN, [])
     view = live.state.view
-    evidence = _cpu_evidence(live)
+    evidence = cpu_evidence(live)
     evidence.append(
         Evidence(
             f"it has been in {operation_of(live.rank, view, observation)} without progress for "
@@ -118,7 +118,8 @@ def _operation_cause(
     return f"stuck in {operation_of(rank, view, observation)}"
 
 
-def _cpu_evidence(live: LiveRank) -> list[Evidence]:
+def cpu_evidence(live: LiveRank) -> list[Evidence]:
+    """Return whether the process uses a CPU; empty if that is not known."""
     share = live.cpu_share_while_frozen
     if share is None:
         return []

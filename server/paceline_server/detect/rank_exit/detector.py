@@ -28,6 +28,7 @@ from paceline_server.detect.causes.catalog import (
 )
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.hang.late_start import CALL, NOT_CALLED, status_of
 from paceline_server.detect.hang.verdict import MISMATCH, HangVerdict
 from paceline_server.detect.hang.wait_for_graph import communication_frames
 from paceline_server.detect.kinds import FAILURE, HANG, Kind
@@ -93,7 +94,8 @@ class ExitDetector(Detector):
         self.settings = settings
         self._abnormal: dict[int, ReportedExit] = {}
         self._finished: dict[int, ReportedExit] = {}  # exited with code 0 without a command
-        self._waiting_ranks: set[int] = set()  # exited while in a communication
+        self._waiting_ranks: set[int] = set()  # exited while waiting for other ranks
+        self._joining: dict[int, float] = {}  # seconds in `init_process_group`, if not returned
         self._reported_rank: int | None = None  # the culprit, or the first of several
         self._drained: dict[int, ReportedExit] = {}  # stopped by their agents on request
         self._reported_all = False
@@ -103,6 +105,8 @@ class ExitDetector(Detector):
         self._mismatch_until_ns = 0  # until then records may show which rank a mismatch is due to
 
     def update(self, observation: Observation) -> list[Finding]:
+        if not observation.steps_finished:
+            self._watch_joining(observation)
         for reported in observation.exits:
             self._add(reported, observation)
         kills = [
@@ -117,7 +121,8 @@ class ExitDetector(Detector):
         if self._may_still_be_explained(first, observation):
             return []
         early = self._exited_early(first, observation)
-        if early is None and self._all_ended_alike(first, observation):
+        has_waited = bool(self._late_ranks(first, observation))
+        if early is None and not has_waited and self._all_ended_alike(first, observation):
             if self._reported_all:
                 return []
             self._reported_all = True
@@ -142,8 +147,18 @@ class ExitDetector(Detector):
         elif rank not in self._abnormal:
             self._abnormal[rank] = reported
             live = observation.ranks.get(rank)
-            if live is not None and live.state and communication_frames(live.state.view):
-                self._waiting_ranks.add(rank)
+            if live is not None and live.state:
+                view = live.state.view
+                if view.status == "joining" or communication_frames(view):
+                    self._waiting_ranks.add(rank)
+
+    def _watch_joining(self, observation: Observation) -> None:
+        for rank, live in observation.ranks.items():
+            status = status_of(live)
+            if status == "joining":
+                self._joining[rank] = live.surely_frozen_seconds
+            elif status != "failed":
+                self._joining.pop(rank, None)
 
     def _order_of_blame(self, reported: ReportedExit) -> tuple[int, bool, int, int]:
         event = reported.event
@@ -337,7 +352,7 @@ class ExitDetector(Detector):
                 f"exited with code {event.exit_code} because a checkpoint could not be saved: {why}"
             )
         evidence += self._followers(together)
-        summary = f"{subject} {how.rstrip('.')}."
+        summary = first_summary = f"{subject} {how.rstrip('.')}."
         node: str | None = self.generation.node(event.rank) or culprit.node
         if lost := self._lost_connections(culprit):
             rank, together, node = None, lost, None
@@ -347,6 +362,14 @@ class ExitDetector(Detector):
             if _has_aborted_itself(culprit):
                 first = f"R{ranks_text(lost)[1:]} aborted together"
             summary = f"{first}. {summary}"
+        if late := self._late_ranks(culprit, observation):
+            waited = f"{ranks_text(self._joining)} waited there for up to "
+            waited += f"{max(self._joining.values()):.0f} s"
+            rank, together, cause = late[0] if len(late) == 1 else None, late, NOT_CALLED
+            node = self.generation.node(rank)
+            subject = self.generation.subject(rank) if rank is not None else ""
+            subject = subject or f"R{ranks_text(late)[1:]}"
+            summary = f"{subject} had not called {CALL}; {waited}. {first_summary}"
         return self.finding(
             "failure:exit",
             cause=cause,
@@ -389,6 +412,13 @@ class ExitDetector(Detector):
                 *self._followers([event.rank]),
             ],
         )
+
+    def _late_ranks(self, culprit: ReportedExit, observation: Observation) -> list[int]:
+        """Return the ranks that had not called `init_process_group` when it failed on this one."""
+        rank = culprit.event.rank
+        if rank not in self._joining or _is_cause(culprit):
+            return []
+        return sorted(r for r, live in observation.ranks.items() if status_of(live) == "loading")
 
     def _lost_connections(self, culprit: ReportedExit) -> list[int]:
         """Return the ranks that lost connections, if nothing else ended the job.
