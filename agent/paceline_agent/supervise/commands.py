@@ -192,11 +192,14 @@ class CommandRunner:
         return event.error
 
     async def _send_stacks(self, command: TakeStacks, rank: int) -> str | None:
-        pid = self._rings.pid(command.job, command.generation, rank)
+        place = command.job, command.generation, rank
+        pid = self._rings.pid(*place)
+        if pid is None:  # it has not begun to record
+            pid = self._supervisor.pid(*place)
         threads, error = [], None
         try:
             if pid is None:
-                raise stacks.StacksError(f"rank {rank} has no ring on this node")
+                raise stacks.StacksError(f"rank {rank} has no process on this node")
             threads = await stacks.take_of_rank(pid, self._procfs_root)
         except stacks.StacksError as failure:
             error = str(failure)

@@ -275,6 +275,11 @@ class Supervisor:
             if key[:2] == (job, generation) and not rank.exited
         }
 
+    def pid(self, job: str, generation: int, rank: int) -> int | None:
+        """Return the pid of a rank that runs; None if the agent has not started it."""
+        running = self._ranks.get(RankKey(job, generation, rank))
+        return None if running is None or running.exited else running.pid
+
     def truncate_logs(self) -> None:
         """Limit the size of the logs, which are on tmpfs, in the node's memory."""
         for rank in self._ranks.values():

@@ -56,14 +56,23 @@ waits_for_the_lock()
 """
 
 
-def start(ranks: int) -> StartRanks:
+# A rank that has not begun to record.
+LOADING = """
+import signal
+def loads():
+    signal.pause()
+loads()
+"""
+
+
+def start(ranks: int, script: str = RANK) -> StartRanks:
     return StartRanks(
         command_id=1,
         job="job-a",
         generation=0,
         topology=Topology(dp=2),
         ranks=[RankSpec(rank, rank) for rank in range(ranks)],
-        argv=[sys.executable, "-c", RANK],
+        argv=[sys.executable, "-c", script],
         master_address="127.0.0.1",
         master_port=1,
     )
@@ -121,9 +130,26 @@ def test_the_reason_why_a_stack_could_not_be_read_is_one_sentence(
     start_agent()
     event = take(server, wait_for, 1, 7)[7]
     assert event.threads == []
-    assert event.error == "rank 7 has no ring on this node"
+    assert event.error == "rank 7 has no process on this node"
     (result,) = server.events(CommandResult)
     assert not result.ok
+
+
+def test_a_started_rank_is_read_before_it_has_a_ring(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    start_agent()
+    server.commands.append(start(1, LOADING))
+    wait_for(lambda: server.events(RankStarted))
+
+    def loads() -> bool:
+        nonlocal number
+        number += 1
+        (event,) = take(server, wait_for, number, 0).values()
+        return any("loads" in functions(thread) for thread in event.threads)
+
+    number = 10
+    wait_for(loads)
 
 
 LOADER = """

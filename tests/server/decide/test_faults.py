@@ -169,6 +169,17 @@ def test_a_hang_that_ended_by_itself_restarts_nothing(world: World) -> None:
     assert [action.kind for action in world.actions.values()] == ["start"]
 
 
+def test_a_rank_that_is_late_restarts_nothing_until_it_is_a_hang(world: World) -> None:
+    """A start may legitimately take long; each restart would have to load again."""
+    late = "stuck before init_process_group"
+    world.tick((stuck(world, severity="warning", cause=late),))
+    world.run(60.0)
+    assert (world.state, world.generation) == ("running", 1)
+    assert {action.kind for action in world.actions.values()} == {"start", "notify"}
+    world.tick((stuck(world, cause=late),))
+    world.until_running(2)
+
+
 def test_a_mismatch_is_restarted_immediately(world: World) -> None:
     world.tick((stuck(world, side="mismatch"),))
     world.run(0.2)

@@ -109,6 +109,11 @@ def test_several_late_ranks_are_named_together(start: StartingJob) -> None:
     [found] = start.wait(61)
     assert (found.rank, found.ranks) == (None, [4, 5])
     assert found.summary.startswith("Ranks 4, 5 are stuck before init_process_group: 6 ranks have")
+    start.stacks(4)
+    [located] = start.stacks(5)
+    assert located.summary.startswith(
+        "Ranks 4, 5 are stuck before init_process_group (train.py:17 load_vocabulary): 6 ranks"
+    )
 
 
 def test_ranks_that_load_equally_long_are_no_problem(start: StartingJob) -> None:

@@ -438,9 +438,10 @@ class HangDetector(Detector):
             frame = user_frame(culprit, cause)
             awaited = awaited_worker(culprit)
         elif active.rank is None and active.side == "host":
-            places = {user_frame(stacks, cause) for stacks in all_stacks}
-            is_shared = len(places) == 1 and len(all_stacks) == len(active.stacks_wanted)
-            frame = places.pop() if is_shared else None
+            stuck = [stacks for stacks in all_stacks if stacks.rank in active.ranks]
+            places = {user_frame(stacks, cause) for stacks in stuck}
+            wanted = set(active.stacks_wanted).intersection(active.ranks)
+            frame = places.pop() if len(places) == 1 and len(stuck) == len(wanted) else None
         self._frame = frame
         new_evidence = [line for stacks in new for line in stack_evidence(stacks)]
         self._active = msgspec.structs.replace(
