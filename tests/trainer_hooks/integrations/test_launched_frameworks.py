@@ -255,7 +255,7 @@ def test_torchrun_reports_a_rank_that_fails_before_it_records(tmp_path: Path) ->
     assert failed is not None
     assert (failed.exit_code, failed.signal) == (1, None)
     assert failed.error.endswith("ValueError: unknown optimizer 'adamv'\n")
-    assert [each.state[STATE_STATUS] for each in found] == [Status.FAILED, Status.FAILED]
+    assert [each.state[STATE_STATUS] for each in found] == [Status.JOINING, Status.FAILED]
     for each in found:
         assert each.identity.world_size == 2
         assert each.identity.metadata["script"] == "plain_ranks.py"

@@ -8,10 +8,10 @@ end the others, and hands them to the agent: with the traceback that `@record` w
 rank's hooks reported one themselves. The exit code 0 of a rank is handed over while torchrun still
 waits for the others: after `os._exit(0)` its hooks saw no end.
 
-A rank that ends before it records, such as by an error of an import, has no ring. If one fails and
-no rank of its node records, the adapter writes the rings once all have ended: the job is shown. The
-ring of a rank that still has none after 10 s is reserved: the server sees that it is loading, while
-the others may wait for it in `init_process_group`.
+A rank that ends before it records, such as by an error of an import, has no ring. If a rank fails,
+the adapter writes the rings that are missing once all have ended: the job is shown. The ring of a
+rank that still has none after 10 s is reserved: the server sees that it is loading, while the
+others may wait for it in `init_process_group`.
 """
 
 from __future__ import annotations
@@ -115,15 +115,34 @@ def report_loading(context: Any) -> None:
     due = getattr(context, "_paceline_reserves_at", None)
     if due is None:
         context._paceline_reserves_at = due = now + RESERVED_AFTER_SECONDS
+    unrecorded = _unrecorded(context)
     if now < due:
         return
     context._paceline_reserves_at = math.inf
-    for local_rank in context.envs:
-        rank = read_rank_environment(_environment(context, local_rank))
-        if rank is not None and rank.world_size > 1:
+    for local_rank, rank in unrecorded.items():
+        if rank.world_size > 1:
             identity = replace_fields(_identity(context, local_rank, rank), is_reserved=True)
             with suppress(FileExistsError):
                 reserve(rank.ring_path, identity)
+
+
+def _unrecorded(context: Any) -> dict[int, RankEnvironment]:
+    """Return the ranks that had no ring in any call: the agent deletes that of one that ended."""
+    ranks: dict[int, RankEnvironment] | None = getattr(context, "_paceline_unrecorded", None)
+    if ranks is None:
+        ranks = _ranks(context)
+    ranks = {key: rank for key, rank in ranks.items() if not rank.ring_path.exists()}
+    context._paceline_unrecorded = ranks
+    return ranks
+
+
+def _ranks(context: Any) -> dict[int, RankEnvironment]:
+    """Return the ranks that find an agent, by local rank."""
+    return {
+        local_rank: rank
+        for local_rank in context.envs
+        if (rank := read_rank_environment(_environment(context, local_rank))) is not None
+    }
 
 
 def _identity(context: Any, local_rank: int, rank: RankEnvironment) -> Identity:
@@ -164,20 +183,16 @@ class RankEnds:
     @never_raises
     def report_failures(self) -> None:
         """Write how the ranks ended that have failed, before torchrun ends the others."""
-        ranks = {
-            local_rank: rank
-            for local_rank in (self._context.envs if self._failures else ())
-            if (rank := read_rank_environment(_environment(self._context, local_rank))) is not None
-        }
-        recorded = {key: rank for key, rank in ranks.items() if rank.ring_path.exists()}
-        for local_rank in recorded.keys() & self._failures.keys():
-            write_ending(recorded[local_rank].ring_path, ending_of(self._failures[local_rank]))
-        if not recorded:  # else the ring that is missing is that of a rank which has finished
-            self._unrecorded = ranks
+        if not self._failures:
+            return
+        self._unrecorded = _unrecorded(self._context)
+        for local_rank, rank in _ranks(self._context).items():
+            if local_rank in self._failures and rank.ring_path.exists():
+                write_ending(rank.ring_path, ending_of(self._failures[local_rank]))
 
     @never_raises
     def report_unrecorded(self) -> None:
-        """Write the rings of the ranks if none recorded, after all have ended.
+        """Write the rings of the ranks that recorded nothing, after all have ended.
 
         How those ended that torchrun itself has ended since stays unknown.
         """
