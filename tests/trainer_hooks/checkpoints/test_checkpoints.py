@@ -81,6 +81,123 @@ def test_steps_are_recorded_from_the_resumed_one_on(tmp_path: Path, reader: Ring
     again.close()
 
 
+def test_checkpoints_stay_in_their_directory_if_the_script_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    script = Script(Path("saved"))
+    monkeypatch.chdir("other")
+    script.train(4)
+    assert [saved.step for saved in saved_checkpoints(tmp_path / "saved")] == [4, 2]
+
+
+def test_a_step_before_a_break_counts(tmp_path: Path) -> None:
+    script = Script(tmp_path, every=0).train(9, stop_after=5)
+    assert script.state.step == 5
+    script.state.save()
+    assert script.state.wait()
+    again = Script(tmp_path).train(6)
+    assert (again.state.resumed_step, again.seen) == (5, [5])
+
+
+def test_a_save_is_not_left_out_because_of_a_break(tmp_path: Path) -> None:
+    script = Script(tmp_path, every=4)
+    for _ in range(2):
+        script.seen = []
+        script.train(9, stop_after=4)
+    assert [saved.step for saved in saved_checkpoints(tmp_path)] == [4], "as the next loop began"
+    again = Script(tmp_path)
+    again.state.save()
+    assert list(paceline.steps(range(2), state=again.state)) == []
+    assert again.seen == []
+
+
+def test_a_save_in_the_loop_contains_the_step_of_its_batch(tmp_path: Path) -> None:
+    script = Script(tmp_path, every=1)
+    for number in paceline.steps(range(9), state=script.state):
+        script.model(torch.full((3,), float(number))).sum().backward()
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+        if number == 4:
+            script.state.save()
+            assert script.state.wait()
+            weight = script.model.weight.detach().clone()
+            break
+    again = Script(tmp_path)
+    assert list(paceline.steps(range(9), state=again.state)) == [5, 6, 7, 8]
+    assert again.state.resumed_step == 5
+    assert torch.equal(again.model.weight, weight)
+
+
+def test_batches_of_an_incomplete_step_are_taken_again(tmp_path: Path) -> None:
+    script = Script(tmp_path, every=0)
+    for number in paceline.steps(range(9), state=script.state):
+        script.model(torch.ones(3)).sum().backward()
+        if number == 2:
+            script.optimizer.step()
+        if number == 4:
+            break
+    script.state.save()
+    script.state.wait()
+    again = Script(tmp_path)
+    assert list(paceline.steps(range(9), state=again.state)) == [3, 4, 5, 6, 7, 8]
+    assert again.state.resumed_step == 1
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("uses_epochs", [True, False])
+def test_what_the_script_does_between_epochs_is_not_repeated_after_a_save(
+    tmp_path: Path, uses_epochs: bool
+) -> None:
+    def run(directory: Path, last: int) -> tuple[list[float], Tensor]:
+        script, rates = Script(directory, every=0), list[float]()
+        scheduler = torch.optim.lr_scheduler.StepLR(script.optimizer, 1, 0.5)
+        state = paceline.Checkpoints(
+            directory, every=0, model=script.model, optimizer=script.optimizer, scheduler=scheduler
+        )
+        for epoch in state.epochs(4) if uses_epochs else range(4):
+            for number in paceline.steps(range(3), state=state):
+                rates.append(script.optimizer.param_groups[0]["lr"])
+                script.model(torch.full((3,), float(number))).sum().backward()
+                script.optimizer.step()
+                script.optimizer.zero_grad()
+            scheduler.step()
+            state.save()
+            if epoch == last:
+                break
+        state.wait()
+        return rates, script.model.weight
+
+    rates, weight = run(tmp_path / "whole", 3)
+    first, _ = run(tmp_path / "two", 1)
+    second, resumed = run(tmp_path / "two", 3)
+    assert first + second == rates
+    assert torch.equal(resumed, weight)
+    repeated, loaded = run(tmp_path / "two", 3)
+    assert repeated == [], "the run is complete"
+    assert torch.equal(loaded, weight), "its state is loaded all the same"
+
+
+def test_a_request_to_stop_before_the_loop_is_not_lost(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.state.request_stop()
+    for _ in paceline.steps(iter(int, 1), state=script.state):
+        script.model(torch.ones(3)).sum().backward()
+        script.optimizer.step()
+    assert script.state.stopped
+    assert saved_checkpoints(tmp_path)[0].step == script.state.step
+
+
+def test_a_loop_in_a_loop_with_the_same_state_is_refused(tmp_path: Path) -> None:
+    state = Script(tmp_path).state
+    outer = iter(paceline.steps(range(3), state=state))
+    next(outer)
+    list(paceline.steps(range(2), state=state))
+    with pytest.raises(CheckpointError, match="leave out `state` in the inner"):
+        next(outer)
+
+
 def test_any_torch_tool_reads_a_checkpoint(tmp_path: Path) -> None:
     script = Script(tmp_path).train(3)
     path = tmp_path / saved_checkpoints(tmp_path)[0].name
@@ -252,13 +369,15 @@ def test_ranks_without_a_process_group_are_refused(
         paceline.Checkpoints(tmp_path, weight=torch.zeros(1))
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
 def test_shuffled_batches_and_random_numbers_continue_as_if_never_interrupted(
-    tmp_path: Path,
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
     def run(directory: Path, stop_after: int | None = None) -> list[Tensor]:
         torch.manual_seed(3)
         weight, seen = torch.zeros(1), list[Tensor]()
-        loader = torch.utils.data.DataLoader(range(12), batch_size=2, shuffle=True)  # type: ignore[arg-type, var-annotated]
+        data: Any = range(12)
+        loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, **options)
         state = paceline.Checkpoints(directory, every=1, weight=weight)
         for _ in range(2):
             for batch in paceline.steps(loader, state=state):

@@ -34,6 +34,7 @@ from paceline.checkpoints.parts import (
     part_of,
 )
 from paceline.checkpoints.position import DataPosition
+from paceline.checkpoints.random_states import RandomStates
 from paceline.checkpoints.rank_group import RankGroup, reason_of
 from paceline.checkpoints.replicas import ReplicaCheck, replica_sets
 from paceline.checkpoints.roll_back import SkippingBatches, go_back, roll_back_of, skip_of
@@ -102,6 +103,7 @@ class Checkpoints:
         if _POSITION in state:
             raise ValueError(f"the name {_POSITION!r} is Paceline's own: choose another one")
         hooks.start_if_asked()
+        directory = Path(directory).absolute()  # the script may change its working directory
         group = _new_group()
         self.step = 0  # completed steps
         self.stopped = False  # all ranks end their loops on request
@@ -119,8 +121,10 @@ class Checkpoints:
         self._found_copy: CopyFile | None = None  # to be loaded from memory
         self._saved_position: dict[str, Any] | None = None
         self._is_searched = False
-        self._taken = False  # a batch, since the last boundary
+        self._taken = False  # a batch, since the last step that was counted
+        self._acted_step = 0  # the last one after which it was decided whether to save or to stop
         self._agreement: Agreement | None = None
+        self._wants_stop = False  # requested before there was an agreement
         self._saved_at = monotonic()
         self._interval = CheckpointInterval(os.environ)
         self._skip = skip_of(os.environ)
@@ -131,9 +135,9 @@ class Checkpoints:
 
         def claim() -> None:
             nonlocal generation, run, went_back
-            generation = claim_next(Path(directory))
-            run = run_of(Path(directory))
-            went_back = request is not None and go_back(Path(directory), request)
+            generation = claim_next(directory)
+            run = run_of(directory)
+            went_back = request is not None and go_back(directory, request)
 
         failure = peers.attempt(claim) if peers.rank == 0 else None
         claimed = peers.from_first((failure, generation, run, went_back))
@@ -141,7 +145,7 @@ class Checkpoints:
         if failure:
             raise CheckpointError(failure)
         self._checkpointer = Checkpointer(
-            Path(directory), group, generation, run={}, keep=keep, on_result=self._saved
+            directory, group, generation, run={}, keep=keep, on_result=self._saved
         )
         requests.before_end.append(self._checkpointer.wait)
         requests.before_end.append(self._end_replicas)
@@ -242,15 +246,21 @@ class Checkpoints:
         """
         self._search()
         saved = self._saved_position
-        first = 0 if saved is None else int(saved["epoch"])
+        first = 0 if saved is None else int(saved["epoch"]) + _is_over(saved)
         self._position.epoch = first - 1
+        if saved is not None and first >= count:
+            self._restore(saved)  # no loop will
         for epoch in range(first, count):
             if self.stopped:
                 return
             yield epoch
 
     def save(self) -> None:
-        """Start a checkpoint of the current step, on all ranks; training continues meanwhile."""
+        """Start a checkpoint of the current step, on all ranks; training continues meanwhile.
+
+        In the body of a loop, call it at the end: the optimizer's step for the batch is included.
+        """
+        self._count_step()
         with hooks.checkpoint():
             self._save()
 
@@ -264,6 +274,7 @@ class Checkpoints:
         Example:
             >>> signal.signal(signal.SIGTERM, lambda *_: state.request_stop())
         """
+        self._wants_stop = self._agreement is None
         if self._agreement is not None:
             self._agreement.request(ControlKind.CHECKPOINT_AND_STOP)
 
@@ -281,6 +292,8 @@ class Checkpoints:
         self._steps_before = self._optimizer_steps
         if self._agreement is None:
             self._agreement = requests.drive(self)
+            if self._wants_stop:
+                self.request_stop()
         saved = self._saved_position
         if saved is None:
             batches = self._position.begin(loader)
@@ -289,21 +302,22 @@ class Checkpoints:
             return iter(())
         else:
             batches = self._resume(loader, saved)
-        if self._agreement is not None:
-            self._agreement.at(self.step)
+        if self._batches is not None:
+            self._batches.is_replaced = True
         self._batches = SkippingBatches(batches)
         self._skip_if_due()
-        return self._batches
+        return iter(()) if self._act() else self._batches
 
     def boundary(self) -> bool:
         """Save if it is time. Return whether the loop ends on request.
 
         Called between two batches; it acts only after an optimizer step.
         """
-        step = self.step
-        stops = self._boundary()
-        if self.step != step:
-            self._skip_if_due()  # after the save, so that a resume at this step skips, too
+        if self.stopped:
+            return True
+        self._count_step()
+        stops = self.step != self._acted_step and self._act()
+        self._skip_if_due()  # after the save, so that a resume at this step skips, too
         return stops
 
     def _skip_if_due(self) -> None:
@@ -317,21 +331,25 @@ class Checkpoints:
         if self._checkpointer.peers.rank == 0:
             _log.warning("The data of %d steps (%d batches) is left out.", skip.steps, count)
 
-    def _boundary(self) -> bool:
-        if self.stopped or not self._taken:
-            return self.stopped
-        self._taken = False
-        if self._counts_optimizers and self._optimizer_steps == self._steps_before:
-            return False  # gradients are still accumulated
+    def _count_step(self) -> None:
+        """Count the step that ended with the batch taken last, if it ended one."""
+        taken, self._taken = self._taken, False
+        if not taken or (self._counts_optimizers and self._optimizer_steps == self._steps_before):
+            return  # gradients are still accumulated
         self._steps_before = self._optimizer_steps
         self.step += 1
         self._position.step_ended()
-        self._compare_replicas()
-        if self._copies is not None:
-            self._copies.step_ended(self.step)
+
+    def _act(self) -> bool:
+        """Save if it is time. Return whether the loop ends on request."""
+        before, self._acted_step = self._acted_step, self.step
+        if self.step != before:
+            self._compare_replicas()
+            if self._copies is not None:
+                self._copies.step_ended(self.step)
         agreement = self._agreement
         request = None if agreement is None else agreement.at(self.step)
-        if request is None and not self._is_due():
+        if request is None and not self._is_due(before):
             return False
         with hooks.checkpoint():
             if request is None or request.wants_checkpoint:
@@ -347,13 +365,18 @@ class Checkpoints:
         self._taken = True
 
     def end(self) -> None:
-        """End the epoch."""
+        """End the epoch. A step that was followed by `break` is counted here."""
+        if self._counts_optimizers:
+            self._count_step()
+        self._taken = False
+        self._position.is_over = self._batches is not None and self._batches.is_over
         if self._agreement is not None:
             self._agreement.leave()
 
-    def _is_due(self) -> bool:
+    def _is_due(self, before: int) -> bool:
+        """Return whether to save after this step; `before`: the last one for which it was asked."""
         if self._every is not None:
-            return self._every > 0 and self.step % self._every == 0
+            return self._every > 0 and self.step // self._every > before // self._every
         if self._agreement is not None and self._checkpointer.peers.rank == 0:
             now = monotonic()
             if now - self._saved_at > self._interval.seconds():
@@ -433,31 +456,45 @@ class Checkpoints:
 
     def _resume(self, loader: Iterable[Any], saved: dict[str, Any]) -> Iterator[Any]:
         """Load the state, and return to its position in the data."""
-        self._saved_position = None
-        copy = self._found_copy
-        if copy is not None:
-            return self._resume_from_copy(loader, saved, copy)
-        found = self._found
-        assert found is not None, "the position is from there"
-        peers = self._checkpointer.peers
-        stored = StoredState(self._checkpointer, found)
-        loaded = stored.restore(self._parts)
-        self.step = self.resumed_step = found.step
-        self._checkpointer.resumed(found)
-        hooks.checkpoint_saved(found.step)
-        if peers.rank == 0:
-            _log.info("Resumed at step %d from %s.", found.step, found.path)
+        loaded, world_size = self._restore(saved)
+        size = self._checkpointer.peers.size
+        is_same_rank = world_size == size
+        if _is_over(saved):
+            if self._position.epoch < saved["epoch"]:
+                self._position.epoch = saved["epoch"]
+                self._saved_position = saved  # again, after what the script does between epochs
+                return iter(())
+            return self._position.begin(loader)
         return self._position.resume(
             loader,
             saved,
             has_state=_LOADER in loaded,
-            batches=saved["batches"] * found.world_size // peers.size,
-            is_same_rank=stored.is_of_same_ranks,
+            batches=saved["batches"] * world_size // size,
+            is_same_rank=is_same_rank,
         )
 
-    def _resume_from_copy(
-        self, loader: Iterable[Any], saved: dict[str, Any], copy: CopyFile
-    ) -> Iterator[Any]:
+    def _restore(self, saved: dict[str, Any]) -> tuple[set[str], int]:
+        """Load the state. Return the names of its parts, and how many ranks saved it."""
+        self._saved_position = None
+        copy, peers = self._found_copy, self._checkpointer.peers
+        if copy is not None:
+            loaded, world_size = self._restore_copy(copy), peers.size
+        else:
+            found = self._found
+            assert found is not None, "the position is from there"
+            loaded = StoredState(self._checkpointer, found).restore(self._parts)
+            world_size = found.world_size
+            self.step = self.resumed_step = found.step
+            self._checkpointer.resumed(found)
+            hooks.checkpoint_saved(found.step)
+            if peers.rank == 0:
+                _log.info("Resumed at step %d from %s.", found.step, found.path)
+        self._acted_step = self.step
+        if world_size == peers.size:
+            RandomStates().load_state_dict(saved["random"])
+        return loaded, world_size
+
+    def _restore_copy(self, copy: CopyFile) -> set[str]:
         copies, peers, record = self._copies, self._checkpointer.peers, copy.record
         assert copies is not None, "the copy is from there"
         loaded = MemoryState(copy).restore(self._parts)
@@ -469,13 +506,12 @@ class Checkpoints:
             _log.info("Resumed at step %d from %s.", record.step, self.resumed_from)
         peers.gather(None)  # all ranks have loaded theirs
         copies.resumed(Saved(record.generation, record.step))
-        return self._position.resume(
-            loader,
-            saved,
-            has_state=_LOADER in loaded,
-            batches=saved["batches"],
-            is_same_rank=True,
-        )
+        return loaded
+
+
+def _is_over(saved: dict[str, Any]) -> bool:
+    """Return whether a position was saved after the end of its epoch, outside the loop."""
+    return bool(saved.get("is_over"))  # a release before had none
 
 
 def _new_group() -> dist.ProcessGroup | None:

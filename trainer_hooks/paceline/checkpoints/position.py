@@ -21,15 +21,18 @@ class DataPosition:
     def __init__(self) -> None:
         self.epoch = -1  # number of the one in progress
         self.batches = 0  # taken in this epoch
+        self.is_over = False  # this epoch, and its loop was left
         self.batches_per_step = 1  # in the newest step: more if it accumulates gradients
         self._in_step = 0
+        self._in_steps = 0  # batches of this epoch that belong to completed steps
         self._began_with: dict[str, Any] = {}  # random states at the begin of the epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
         return {
             "epoch": self.epoch,
-            "batches": self.batches,
+            "batches": self._in_steps,
+            "is_over": self.is_over,
             "batches_per_step": self.batches_per_step,
             "began_with": self._began_with,
             "random": RandomStates().state_dict(),
@@ -43,14 +46,17 @@ class DataPosition:
     def step_ended(self) -> None:
         """Note the batches of the step that has ended."""
         self.batches_per_step, self._in_step = max(1, self._in_step), 0
+        self._in_steps = self.batches
 
     def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Begin the next epoch."""
         self.epoch += 1
-        self.batches = 0
+        self.batches = self._in_steps = 0
+        self.is_over = False
         self._began_with = {
             "random": RandomStates().state_dict(),
             "generators": [generator.get_state() for generator in _generators(loader)],
+            "has_iterator": _has_iterator(loader),
         }
         return iter(loader)
 
@@ -73,8 +79,11 @@ class DataPosition:
             is_same_rank: `saved` is of this rank, with the same number of ranks.
         """
         self.epoch, self.batches = saved["epoch"], batches
+        self._in_steps = batches
         self.batches_per_step = saved.get("batches_per_step", 1)  # a release before had none
         self._began_with = saved["began_with"]
+        if self._began_with.get("has_iterator") and not has_state and not _has_iterator(loader):
+            iter(loader)
         if is_same_rank:
             RandomStates().load_state_dict(self._began_with["random"])
         if is_same_rank and not has_state:
@@ -89,6 +98,14 @@ class DataPosition:
         if is_same_rank:
             RandomStates().load_state_dict(saved["random"])
         return iterator
+
+
+def _has_iterator(loader: Any) -> bool:
+    """Return whether a DataLoader with `persistent_workers` has started them.
+
+    The first iteration draws a seed for them, before that of the epoch's order.
+    """
+    return getattr(loader, "_iterator", None) is not None
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

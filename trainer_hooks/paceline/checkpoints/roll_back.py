@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.checkpoints.errors import CheckpointError
 from paceline.checkpoints.layout import saved_checkpoints
 
 _log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class SkippingBatches:
         self._batches = batches
         self._left = 0
         self.skipped = 0  # since `take_skipped` was last called
+        self.is_over = False  # there are no more
+        self.is_replaced = False  # by a later loop with the same state
 
     def skip(self, count: int) -> None:
         """Leave out the next `count` batches."""
@@ -107,8 +110,17 @@ class SkippingBatches:
         return self
 
     def __next__(self) -> Any:
-        while self._left:
-            next(self._batches)
-            self._left -= 1
-            self.skipped += 1
-        return next(self._batches)
+        if self.is_replaced:
+            raise CheckpointError(
+                "another loop began with the same state inside this one: a Checkpoints has the "
+                "position of one loop; leave out `state` in the inner `paceline.steps`"
+            )
+        try:
+            while self._left:
+                next(self._batches)
+                self._left -= 1
+                self.skipped += 1
+            return next(self._batches)
+        except StopIteration:
+            self.is_over = True
+            raise
