@@ -330,6 +330,26 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         Script(tmp_path, more=Counter()).train(3)
 
 
+def test_a_checkpoint_with_more_than_the_script_has_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run(**options: Any) -> None:
+        state = paceline.Checkpoints(tmp_path, every=1, **options)
+        for _ in paceline.steps(range(2), state=state):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+        state.wait()
+
+    run(model=model, optimizer=optimizer)
+    with pytest.raises(OtherRunError, match=r"has a tensor model.1.bias, and this script"):
+        run(model=model[:1])
+    with pytest.raises(OtherRunError, match=r"has a tensor optimizer.state.1.bias.exp_avg, and"):
+        run(model=model, optimizer=torch.optim.AdamW(model[0].parameters()))
+    with pytest.raises(OtherRunError, match="another kind of optimizer: SGD has the options"):
+        run(model=model, optimizer=torch.optim.SGD(model.parameters()))
+
+
 def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="scheduler must be a module"):
         paceline.Checkpoints(tmp_path, scheduler=object())

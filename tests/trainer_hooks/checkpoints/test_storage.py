@@ -145,6 +145,7 @@ def test_a_process_of_an_older_generation_cannot_commit(
     zombie.save(8, state(8.0))
     assert not zombie.wait()
     assert "generation 1 has taken over" in caplog.text
+    assert not (tmp_path / Saved(0, 8).name).exists(), "nothing is written that is not committed"
     assert loaded(opened(1)) == (4, {4.0})
 
 

@@ -273,6 +273,7 @@ class OptimizerPart(_Base):
         return Captured(*take_apart(tree))
 
     def targets(self, rest: Any) -> dict[str, Tensor]:
+        self._refuse_other_kind(rest["groups"])
         parameters, found = self.parameters(), dict[str, Tensor]()
         for name, parameter in parameters.items():
             current = self.value.state.get(parameter, {})
@@ -281,6 +282,17 @@ class OptimizerPart(_Base):
                 found[leaf.name] = _empty_for(leaf, own, parameter)
         rest = {key: value for key, value in rest.items() if key != "state"}
         return found | {leaf.name: _empty_for(leaf) for leaf in leaves_of(rest).values()}
+
+    def _refuse_other_kind(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise OtherRunError for the options of another optimizer; a release may only add some."""
+        saved = {option for group in groups for option in group}
+        missing = self.value.defaults.keys() - saved
+        unknown = saved.difference(*self.groups())
+        if saved and missing and unknown:
+            raise OtherRunError(
+                f"the checkpoint is of another kind of optimizer: {type(self.value).__name__} has "
+                f"the options {sorted(missing)}, which it lacks, and it has {sorted(unknown)}"
+            )
 
     def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
         parameters = self.parameters()
@@ -336,6 +348,9 @@ class ZeroOptimizerPart(OptimizerPart):
     def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
         super().restore(tensors, rest)
         _copy_options(self.value.param_groups, self._outer.param_groups)
+
+
+HAS_NAMES = (ModulePart, OptimizerPart)  # each tensor is one of this script's own
 
 
 def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
-from paceline.checkpoints.parts import ModulePart, StatePart
+from paceline.checkpoints.parts import HAS_NAMES, ModulePart, StatePart
 from paceline.checkpoints.storage import Checkpointer, Verified
 from paceline.checkpoints.trees import decode, encode, leaves_of, put_together
 
@@ -79,6 +79,7 @@ class StoredState:
             for name, tensors in targets.items()
             for key, tensor in tensors.items()
         }
+        self._refuse_unused(wanted, targets)
         self._checkpointer.read(self._found, into)
         for name, part in wanted.items():
             try:
@@ -88,6 +89,22 @@ class StoredState:
                     f"the state {name!r} in {self._found.path} does not fit: {error}"
                 ) from error
         return set(wanted)
+
+    def _refuse_unused(
+        self, parts: Mapping[str, StatePart], targets: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Raise OtherRunError if a tensor of a module or optimizer was saved that no rank has."""
+        unused = []
+        for full in self._found.names():
+            name, _, key = full.partition(".")
+            if isinstance(parts.get(name), HAS_NAMES) and key not in targets[name]:
+                unused.append(full)
+        every = self._checkpointer.peers.gather(unused)
+        if lost := set(unused).intersection(*every):
+            raise OtherRunError(
+                f"{self._found.path} has a tensor {min(lost)}, and this script has none: use "
+                "another directory, or the same model and optimizer"
+            )
 
     def _part_names(self) -> set[str]:
         stored = self._found.metadata.state_dict_metadata

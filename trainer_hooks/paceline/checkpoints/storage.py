@@ -59,6 +59,7 @@ from paceline.checkpoints.layout import (
     prune,
     read_manifest,
     refuse_if_lost,
+    refuse_if_outdated,
     saved_checkpoints,
     set_aside,
 )
@@ -123,6 +124,11 @@ class Verified:
             return [name] if name in self.metadata.state_dict_metadata else []
         owners = sorted({owner for owner in ranks if owner is not None})
         return [_variant(name, owner, ranks) for owner in owners]
+
+    def names(self) -> set[str]:
+        """Return the names of all contents, once each if ranks differ."""
+        variants = {each for name in self.variants for each in self.all_variants(name)}
+        return set(self.metadata.state_dict_metadata) - variants | set(self.variants)
 
 
 class Checkpointer:
@@ -278,7 +284,9 @@ class Checkpointer:
     ) -> str | None:
         """Commit the checkpoint of `step`. Return the error, if any, the same on all ranks."""
         try:
-            failure = self.peers.first(failure) or self._write(step, path, state)
+            failure = self.peers.first(failure or self._outdated()) or self._write(
+                step, path, state
+            )
         except Exception as error:  # training continues, whatever ends a save
             failure = self._broken = f"{reason_of(error)} (rank {self.peers.rank})"
             _log.exception("The checkpoint of step %d was not committed.", step)
@@ -287,6 +295,12 @@ class Checkpointer:
                 _log.error("The checkpoint of step %d was not committed: %s.", step, failure)
         self._on_result(step, failure)
         return failure
+
+    def _outdated(self) -> str | None:
+        """Return the reason if a newer generation has the directory, before anything is written."""
+        if self.peers.rank:
+            return None
+        return self.peers.attempt(partial(refuse_if_outdated, self.directory, self.generation))
 
     def _write(self, step: int, path: Path, state: dict[str, Tensor]) -> str | None:
         peers, files = self.peers, dict[str, Entry]()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.memory.file import CopyFile, local_of, sharding_of
-from paceline.checkpoints.parts import ModulePart, OptimizerPart, StatePart
+from paceline.checkpoints.parts import HAS_NAMES, ModulePart, StatePart
 from paceline.checkpoints.trees import leaves_of, put_together
 
 
@@ -38,7 +38,8 @@ class MemoryState:
             except (KeyError, RuntimeError, ValueError, CheckpointError) as error:
                 return f"the state {name!r} does not fit: {error}"
             differences = (self._compare(name, *each) for each in targets.items())
-            reason = next(filter(None, differences), None) or self._poison(name, part)
+            reason = next(filter(None, differences), None)
+            reason = reason or self._unused(name, part, targets) or self._poison(name, part)
             if reason is not None:
                 return reason
         return None
@@ -74,9 +75,19 @@ class MemoryState:
             return f"{name}.{key} is {_described(*there)} there and {_described(*here)} here"
         return None
 
+    def _unused(self, name: str, part: StatePart, targets: Mapping[str, Tensor]) -> str | None:
+        """Return the first tensor that was copied and has no place here."""
+        if not isinstance(part, HAS_NAMES):
+            return None
+        for full in self._copy.places:
+            key = full.removeprefix(f"{name}.")
+            if key != full and key not in targets:
+                return f"they have {full}, which is not here"
+        return None
+
     def _poison(self, name: str, part: StatePart) -> str | None:
         """Return the first parameter or optimizer state that contains NaN."""
-        if not isinstance(part, ModulePart | OptimizerPart):
+        if not isinstance(part, HAS_NAMES):
             return None
         parameters = None
         if isinstance(part, ModulePart):  # buffers may contain anything
