@@ -414,6 +414,28 @@ def test_shuffled_batches_and_random_numbers_continue_as_if_never_interrupted(
     assert torch.equal(torch.stack(first[:8] + second), torch.stack(whole))
 
 
+def test_a_loader_inside_another_iterable_continues_if_it_is_part_of_the_state(
+    tmp_path: Path,
+) -> None:
+    def run(directory: Path, stop_after: int) -> list[int]:
+        weight, seen = torch.zeros(1), list[int]()
+        data: Any = range(12)
+        generator = torch.Generator().manual_seed(3)
+        loader = torch.utils.data.DataLoader(data, shuffle=True, generator=generator)
+        state = paceline.Checkpoints(directory, every=1, weight=weight, loader=loader)
+        for _ in range(2):
+            for batch in paceline.steps((int(each) for each in loader), state=state):
+                seen.append(batch)
+                if len(seen) == stop_after:
+                    state.wait()
+                    return seen
+        return seen
+
+    whole = run(tmp_path / "whole", 24)
+    first = run(tmp_path / "two", 15)
+    assert first[:14] + run(tmp_path / "two", 10) == whole
+
+
 ACCELERATE = """
 import sys, torch, accelerate, paceline
 

@@ -215,6 +215,8 @@ class Checkpoints:
                 # Accelerate's loaders have the methods also if they have no state.
                 if has_state and getattr(value, "use_stateful_dataloader", True):
                     self._parts[name] = ObjectPart(value, is_local=True)
+                else:
+                    self._position.loaders.append(value)
                 continue  # the position in others is counted
             part = self._parts[name] = part_of(name, value, self._parameter_names)
             if isinstance(part, OptimizerPart):

@@ -19,6 +19,7 @@ class DataPosition:
     """Epochs begun and batches taken by this rank."""
 
     def __init__(self) -> None:
+        self.loaders: list[Any] = []  # those that a loop may only have inside another iterable
         self.epoch = -1  # number of the one in progress
         self.batches = 0  # taken in this epoch
         self.is_over = False  # this epoch, and its loop was left
@@ -55,7 +56,7 @@ class DataPosition:
         self.is_over = False
         self._began_with = {
             "random": RandomStates().state_dict(),
-            "generators": [generator.get_state() for generator in _generators(loader)],
+            "generators": [each.get_state() for each in _generators(loader, *self.loaders)],
             "has_iterator": _has_iterator(loader),
         }
         return iter(loader)
@@ -88,7 +89,7 @@ class DataPosition:
             RandomStates().load_state_dict(self._began_with["random"])
         if is_same_rank and not has_state:
             states = self._began_with["generators"]
-            for generator, state in zip(_generators(loader), states, strict=False):
+            for generator, state in zip(_generators(loader, *self.loaders), states, strict=False):
                 generator.set_state(state)
         iterator = iter(loader)
         if not has_state:
@@ -108,11 +109,13 @@ def _has_iterator(loader: Any) -> bool:
     return getattr(loader, "_iterator", None) is not None
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a loader draws from, besides torch's default one."""
-    sampler = getattr(loader, "sampler", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
+def _generators(*loaders: Any) -> list[torch.Generator]:
+    """Return the generators that loaders draw from, besides torch's default one."""
+    found = []
+    for loader in loaders:
+        sampler = getattr(loader, "sampler", None)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        owners = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        found += [getattr(owner, "generator", None) for owner in owners]
     generators = [each for each in found if isinstance(each, torch.Generator)]
     return list({id(each): each for each in generators}.values())
