@@ -376,8 +376,10 @@ def test_a_buffer_that_torch_cannot_load_is_refused(tmp_path: Path, persistent: 
 
 def test_a_directory_that_cannot_be_used_ends_the_script(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError):
-        paceline.Checkpoints(tmp_path / "file", weight=torch.zeros(1))
+    (tmp_path / "link").symlink_to(tmp_path / "nothing" / "there")
+    for name in ("file", "file/below", "link"):
+        with pytest.raises(CheckpointError, match="name a directory that all ranks share"):
+            paceline.Checkpoints(tmp_path / name, weight=torch.zeros(1))
 
 
 def test_ranks_without_a_process_group_are_refused(

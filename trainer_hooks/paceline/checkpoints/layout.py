@@ -73,7 +73,7 @@ def claim(directory: Path, generation: int) -> None:
 
     Raises CheckpointError if a newer generation has claimed it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    _make(directory)
     (directory / f"generation-{generation:08}").touch()
     refuse_if_outdated(directory, generation)
     whole = saved_checkpoints(directory)
@@ -84,7 +84,7 @@ def claim(directory: Path, generation: int) -> None:
 
 def claim_next(directory: Path) -> int:
     """Claim the directory for a new generation and return it."""
-    directory.mkdir(parents=True, exist_ok=True)
+    _make(directory)
     while True:
         generation = (newest_generation(directory) or 0) + 1
         try:
@@ -93,6 +93,16 @@ def claim_next(directory: Path) -> int:
             continue
         claim(directory, generation)
         return generation
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"the directory of checkpoints, {directory}, is a file, lies below one, or is a broken "
+            "link: name a directory that all ranks share"
+        ) from error
 
 
 def run_of(directory: Path) -> str:
