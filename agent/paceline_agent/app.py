@@ -125,8 +125,8 @@ class Agent:
             send_hello=lambda: self._hello.send(first=True),
         )
         self._positions = Positions(directory / "positions.json")
-        self._rings = Rings(directory / RINGS, self._outbox, settings.procfs_root)
         inventory = Inventory()
+        self._rings = Rings(directory / RINGS, self._outbox, settings.procfs_root, inventory)
         self._supervisor = Supervisor(
             directory,
             self._outbox,

@@ -19,10 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.cached_files import entries, inode_of
-from paceline_agent.collect.contract import LocalRank
+from paceline_agent.collect.contract import Inventory, LocalRank
 from paceline_agent.collect.processes import process_status, process_that_maps, process_users
+from paceline_agent.collect.visible_gpus import visible_gpu
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import admission
 from paceline_agent.rings.admission import RecordBudget, RingFiles, check_claim, in_turns
@@ -107,12 +110,19 @@ class Rings:
     external job (started by torchrun, for example) is finished when its process is gone.
     """
 
-    def __init__(self, directory: Path, outbox: Outbox, procfs_root: Path = Path("/proc")) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        outbox: Outbox,
+        procfs_root: Path = Path("/proc"),
+        inventory: Inventory | None = None,
+    ) -> None:
         self.counts = RingCounts()
         self.supervised: dict[RankKey, int] = {}  # the uid that each rank was started with
         self._directory = directory
         self._outbox = outbox
         self._procfs_root = procfs_root
+        self._inventory = inventory or Inventory()
         self._clock = ClockOffset()
         self._attached: dict[Path, _AttachedRing] = {}
         self._refused: dict[
@@ -360,7 +370,19 @@ class Rings:
         is_alive = process_status(self._procfs_root, pid) is not None
         self._attached[path] = _AttachedRing(reader, key, pid, seen_alive=is_alive)
         log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
-        self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=identity)])
+        attached = self._with_gpu(identity, pid)
+        self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=attached)])
+
+    def _with_gpu(self, identity: Identity, pid: int) -> Identity:
+        """Return the identity with the GPU that the environment of a rank makes visible to it.
+
+        A rank that has not used its GPU yet, as before `init_process_group`, reports none.
+        """
+        if identity.gpu_uuid is not None:
+            return identity
+        gpus = self._inventory.gpus
+        found = visible_gpu(gpus, self._procfs_root, pid, identity.local_rank)
+        return identity if found is None else replace(identity, gpu_uuid=found.uuid)
 
     def _owners_of(self, job: str) -> set[int]:
         """Return the users of this job: those of the ranks that the agent started, or of rings."""

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from paceline_agent.clock import timeline_ns
+from paceline_agent.collect import visible_gpus
+from paceline_agent.collect.contract import Inventory
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import reader
 from paceline_agent.rings.reader import RankKey, Rings
 from paceline_wire import ring
 from paceline_wire.batch import (
     Event,
+    GpuInfo,
     RankAcknowledged,
     RankAttached,
     RankDefined,
@@ -114,6 +117,22 @@ def test_a_rank_is_attached_once_and_every_span_is_sent_once(bench: Bench) -> No
     events, blocks = bench.poll()
     assert not events, "nothing new but spans, and the state is not due"
     assert indices(blocks) == list(range(10, 60))
+
+
+def test_a_rank_that_has_not_used_its_gpu_has_the_one_that_its_environment_shows(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = Inventory()
+    inventory.gpus = tuple(GpuInfo(index, f"GPU-{index}", "", "") for index in range(4))
+    bench.rings = Rings(bench.directory, bench.outbox, inventory=inventory)
+    environment = {"CUDA_VISIBLE_DEVICES": "3,1"}
+    monkeypatch.setattr(visible_gpus, "read_environment", lambda *_: environment)
+    visible_gpus._visible_words.cache_clear()
+    Writer(bench.directory, rank=1)
+    events, _ = bench.poll()
+    visible_gpus._visible_words.cache_clear()
+    [attached] = [event for event in events if isinstance(event, RankAttached)]
+    assert attached.identity.gpu_uuid == "GPU-1"
 
 
 def test_an_overrun_is_counted_where_it_happened(bench: Bench) -> None:
