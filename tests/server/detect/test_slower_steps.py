@@ -104,6 +104,19 @@ def test_what_another_finding_explains_is_not_reported_twice():
     assert len(shown(change, active=[earlier])) == len(shown(change, active=[minor])) == 1
 
 
+def test_busy_cpus_hold_it_back_and_do_not_end_it():
+    watched = Watched(SlowerStepsDetector, TOPOLOGY)
+    change = since_onset(slow=EVERYONE)
+    timings = [dataclasses.replace(JOB, **change(step)).play(step) for step in range(100)]
+    busy = msgspec.structs.replace(straggler(), kind="host_noise")
+    watched.active = [busy]
+    assert watched.show(timings[:80]) == []
+    watched.active = []
+    [found] = watched.show(timings[80:90])
+    watched.active = [found, busy]
+    assert watched.show(timings[90:]) == []
+
+
 def test_a_finding_that_explains_it_later_ends_it():
     watched = Watched(SlowerStepsDetector, TOPOLOGY)
     change = since_onset(slow=EVERYONE)

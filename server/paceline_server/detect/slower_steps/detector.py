@@ -20,22 +20,24 @@ import numpy as np
 from paceline_server.detect.causes.catalog import UNKNOWN, can_end_without_fix
 from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.finding import Finding, cleared
 from paceline_server.detect.host_load import LEAST_SHARE, cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import BUBBLE, HOST_NOISE, SLOWER_STEPS, Kind, kind_of
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
+from paceline_server.detect.slower_steps.report import (
+    RESTART_ADVICE,
+    advice,
+    duration,
+    evidence,
+    longer_part,
+    on_ranks,
+)
 from paceline_server.detect.slower_steps.settings import DEFAULTS, SlowerStepsSettings
 from paceline_server.detect.slower_steps.typical_step import (
-    COLLECTION,
-    COMPUTE,
     DATA,
-    OWN_PARTS,
-    PARTS,
     TRANSFERS,
-    WAITS,
     StepParts,
     only_seconds,
     parts_of,
@@ -59,25 +61,10 @@ NEAR_STEPS = 8  # findings whose onset is at most this much earlier began at the
 EXPLAINED = 0.5  # share of the cost, or of the rise, that is an explanation
 USUAL_REPORTS = 3  # so many reports of a level make it usual for the job
 NODES_DIAGNOSED = 4  # a cause that all nodes share shows in these
-NOTABLE = 0.1  # share of the increase from which a part is evidence
-WAITS_EXCEED = 0.4  # a part that grew by this share of the waits explains them
 ALIKE = 0.2  # relative change of a slowdown that is too small to report again
 
 # Kinds of findings whose causes make this part longer.
 _CAUSES_OF_KIND: dict[str | None, str] = {DATA: "slow_data", TRANSFERS: "slow_link"}
-_SCRIPT = "check what the script does since then: longer inputs, unfrozen layers, another phase"
-_ADVICE: dict[str | None, str] = {
-    COMPUTE: f"Compare clocks, power limits and temperatures with those before the onset, and "
-    f"{_SCRIPT}.",
-    DATA: "Check the file system or data server that all ranks read from, and who else uses it.",
-    TRANSFERS: "Check the network that all ranks share: other jobs on the switch, congestion.",
-    COLLECTION: "Find what the script keeps alive: each garbage collection visits all objects.",
-}
-_RESTART_ADVICE = (
-    "Compare the nodes, the network and the software of both generations: `paceline preflight` "
-    "measures the nodes."
-)
-_OTHER_ADVICE = f"Profile one rank, and {_SCRIPT}."
 
 
 @dataclass(slots=True)
@@ -133,10 +120,17 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
                 self._first = typical([step.parts for step in self._steps])
             self._find_rises()
             findings += self._explained(observation)
-            findings += self.follow(timing.step, ended_ns, observation)
+            findings += self._followed(timing.step, ended_ns, observation)
         if not self._is_compared and self._steps and observation.usual_step is not None:
             self._is_compared = True
             findings += self._compare(observation.usual_step, observation)
+        return findings
+
+    def _followed(self, step: int, ended_ns: int, observation: Observation) -> list[Finding]:
+        before = self.reported.get(FINGERPRINT)
+        findings = self.follow(step, ended_ns, observation)
+        if before is not None and before.is_reported and not self.reported:
+            self._former_levels.append(_level(before))
         return findings
 
     def _compare(self, usual: UsualStep, observation: Observation) -> list[Finding]:
@@ -147,20 +141,14 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         if earlier.generation >= usual.generation or earlier.topology != usual.topology:
             return []
         slowdown = usual.seconds / earlier.seconds
-        share = cpu_wait_share(observation, self.generation)
-        seconds = (self._steps[-1].ended_ns - self.generation.started_ns) / 1e9
-        least = max(
-            self.settings.slowdown_since_restart,
-            largest_accident(share, seconds),
-            _more_work(usual, earlier) ** (1.0 / EXPLAINED),
-        )
-        if slowdown < least:
+        more_work = _more_work(usual, earlier) ** (1.0 / EXPLAINED)
+        if slowdown < max(self.settings.slowdown_since_restart, more_work):
             return []
         rise = self._levels.assume((0,), self._levels.pushed, math.log(slowdown))
         before = only_seconds(earlier.seconds, self.generation.topology.world_size)
         reported = self._activate(rise, len(self._steps), before)
         reported.earlier = earlier
-        if self._is_explained(reported, observation):
+        if not self.is_certain(reported, self._steps[-1].ended_ns, observation):
             return []
         return [self.report(reported, observation)]
 
@@ -217,6 +205,8 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
         if seconds < self.settings.lasting_seconds or self._is_usual(reported):
             return False
+        if HOST_NOISE.name in observation.active_kinds:
+            return False  # until its CPUs are no longer too busy for a verdict
         if self._is_explained(reported, observation) or self._has_more_work(reported):
             return False
         share = cpu_wait_share(observation, self.generation)
@@ -236,8 +226,6 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
 
     def _is_explained(self, reported: _ReportedSlowdown, observation: Observation) -> bool:
         """Return whether other findings of the same time explain it."""
-        if HOST_NOISE.name in observation.active_kinds:
-            return True
         onset = reported.finding.onset_step or 0
         costs = [
             other.cost_ratio or 0.0
@@ -268,7 +256,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         usual, cost = reported.before.seconds, cost_of(slowdown) or 0.0
         diagnosis = self.diagnose(reported, slowdown, observation)
         reported.was_long = self._is_long(reported)
-        part, share = _longer_part(reported.before, now)
+        part, share = longer_part(reported.before, now)
         mostly = f", mostly in {part}" if share >= 0.5 else ""
         onset = reported.finding.onset_step
         since = f"have taken {slowdown:.2f}x as long since step {onset}"
@@ -281,10 +269,10 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             reported.finding,
             cause=diagnosis.cause,
             causes=diagnosis.causes,
-            advice=diagnosis.advice or _advice(reported, part),
+            advice=diagnosis.advice or (RESTART_ADVICE if reported.earlier else advice(part)),
             summary=(
-                f"Steps {since}{self._on_ranks(reported.before, now, part)} "
-                f"({_duration(usual * slowdown)}, {_duration(usual)} before){mostly}, "
+                f"Steps {since}{on_ranks(reported.before, now, part)} "
+                f"({duration(usual * slowdown)}, {duration(usual)} before){mostly}, "
                 f"{because(diagnosis)}. This {cost_text(cost, slowdown)}."
             ),
             detected_ns=observation.now_ns,
@@ -293,20 +281,9 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             cost_ratio=cost,
             speedup=slowdown,
             severity=self._severity(reported, diagnosis, observation),
-            evidence=[*_evidence(reported.before, now), *diagnosis.evidence],
+            evidence=[*evidence(reported.before, now), *diagnosis.evidence],
             counter_evidence=diagnosis.counter_evidence,
         )
-
-    def _on_ranks(self, before: StepParts, now: StepParts, part: str | None) -> str:
-        """Return on which ranks, if their own time became longer."""
-        if part not in OWN_PARTS:
-            return ""
-        more = now.own - before.own
-        known = np.flatnonzero(~np.isnan(more))
-        slower = known[more[known] >= EXPLAINED * np.median(more[known])]
-        if slower.size == known.size:
-            return " on all ranks" if known.size > 1 else ""
-        return f" on {slower.size} of {known.size} ranks ({ranks_text(slower.tolist())})"
 
     def _severity(
         self, reported: _ReportedSlowdown, diagnosis: Diagnosis, observation: Observation
@@ -324,7 +301,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         self, reported: _ReportedSlowdown, slowdown: float | None, observation: Observation
     ) -> Diagnosis:
         """Return the cause that most nodes share, each compared with its own past."""
-        part, _ = _longer_part(reported.before, self._now(reported))
+        part, _ = longer_part(reported.before, self._now(reported))
         nodes = sorted(set(self.generation.nodes.values()))
         diagnosed = nodes[:: max(len(nodes) // NODES_DIAGNOSED, 1)]
         found = [
@@ -357,9 +334,8 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         return typical([step.parts for step in steps])
 
     def recovery_text(self, reported: _ReportedSlowdown) -> str:
-        self._former_levels.append(_level(reported))
         newest = typical([step.parts for step in self._steps][-FOLLOWED_STEPS:])
-        return f"Steps take {_duration(newest.seconds)} again."
+        return f"Steps take {duration(newest.seconds)} again."
 
     def slowdown(self, reported: _ReportedSlowdown) -> float:
         return math.exp(reported.rise.size)
@@ -375,54 +351,11 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         return is_alike_long and is_alike(slowdown, reported.finding.slowdown, ALIKE)
 
 
-def _advice(reported: _ReportedSlowdown, part: str | None) -> str:
-    if reported.earlier is not None:
-        return _RESTART_ADVICE
-    return _ADVICE.get(part, _OTHER_ADVICE)
-
-
 def _level(reported: _ReportedSlowdown) -> float:
     return reported.rise.before + reported.rise.size
-
-
-def _longer_part(before: StepParts, now: StepParts) -> tuple[str | None, float]:
-    """Return the part that became longest, and its share of the increase; None if not known.
-
-    Ranks wait longer where others, or earlier stages of a pipeline, became slower: waits are
-    named only if nothing else explains most of the increase.
-    """
-    more = now.parts - before.parts
-    if np.isnan(more).any():
-        return None, 0.0
-    direct = np.array([part != WAITS for part in PARTS])
-    first = int(np.where(direct, more, -np.inf).argmax())
-    if more[first] < WAITS_EXCEED * more.max():
-        first = int(more.argmax())
-    return PARTS[first], float(more[first] / max(now.seconds - before.seconds, 1e-9))
-
-
-def _evidence(before: StepParts, now: StepParts) -> list[Evidence]:
-    """Return the parts that became longer, those that grew most first."""
-    more = now.parts - before.parts
-    notable = NOTABLE * max(now.seconds - before.seconds, 0.0)
-    return [
-        Evidence(
-            f"{PARTS[part]}: {_duration(now.parts[part])} per step, {_duration(before.parts[part])}"
-            " before",
-            "step_seconds",
-            float(now.parts[part]),
-            float(before.parts[part]),
-        )
-        for part in np.argsort(-more).tolist()
-        if more[part] >= notable
-    ]
 
 
 def _more_work(now: UsualStep, before: UsualStep) -> float:
     """Return how many times more samples or tokens a step contains; 1: no more, or not counted."""
     counts = ((now.samples, before.samples), (now.tokens, before.tokens))
     return max((one / other for one, other in counts if one and other), default=1.0)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{seconds * 1e3:.0f} ms"
