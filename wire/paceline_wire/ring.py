@@ -347,6 +347,19 @@ def reserve(path: Path, identity: Identity) -> None:
         os.close(descriptor)
 
 
+def set_status(path: Path, status: int) -> None:
+    """Set the status of the ring of a process that has ended, such as one that was only reserved.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, status.to_bytes(8, "little"), STATE_OFFSET + 8 * STATE_STATUS)
+    finally:
+        os.close(descriptor)
+
+
 def _header(identity: Identity, capacity: int) -> bytes:
     encoded = msgspec.msgpack.encode(identity)
     if _HEADER.size + len(encoded) > PAGE:

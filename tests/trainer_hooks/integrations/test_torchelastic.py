@@ -63,7 +63,9 @@ def test_the_exit_codes_of_a_failed_rank_and_of_one_that_finished_are_written(
 ) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    scripts = [f"exec 3>{fifo}; exit 0", f"cat {fifo}; exit 3", "sleep 600"]
+    # A process exists until torchrun has read how it ended.
+    fails = f"read pid < {fifo}; while kill -0 $pid; do sleep 0.05; done; exit 3"
+    scripts = [f"echo $$ > {fifo}; exit 0", fails, "sleep 600"]
     endings = run(scripts, tmp_path, monkeypatch)
     assert endings == [Ending(0), Ending(3), None]
 
@@ -86,7 +88,7 @@ def test_the_ring_of_a_rank_that_loads_is_reserved(
     reader = RingReader(tmp_path / "local.g0.r0.ring")
     identity = reader.identity
     assert (identity.rank, identity.world_size, identity.is_reserved) == (0, 2, True)
-    assert reader.view().status == "loading"
+    assert reader.view().status == "failed"
     assert identity.pid != os.getpid()
     assert endings[0] == Ending(3), "a failure while it loads is reported as that of any rank"
     assert other.read_text() == "the rank's own"

@@ -42,6 +42,7 @@ from paceline_wire.ring import (
     Status,
     create,
     reserve,
+    set_status,
 )
 
 RESERVED_AFTER_SECONDS = 10.0  # most ranks record by then
@@ -155,11 +156,11 @@ def _identity(context: Any, local_rank: int, rank: RankEnvironment) -> Identity:
     return replace_fields(identity, pid=context.pids()[local_rank])
 
 
-def _has_ring(rank: RankEnvironment) -> bool:
-    """Return whether the rank itself has created its ring."""
+def _is_reserved(rank: RankEnvironment) -> bool:
+    """Return whether the ring was reserved for the rank, which has not created its own."""
     try:
         with closing(RingReader(rank.ring_path)) as reader:
-            return not reader.identity.is_reserved
+            return reader.identity.is_reserved
     except RingError:
         return False
 
@@ -188,6 +189,8 @@ class RankEnds:
         self._unrecorded = _unrecorded(self._context)
         for local_rank, rank in _ranks(self._context).items():
             if local_rank in self._failures and rank.ring_path.exists():
+                if _is_reserved(rank):
+                    set_status(rank.ring_path, Status.FAILED)
                 write_ending(rank.ring_path, ending_of(self._failures[local_rank]))
 
     @never_raises
@@ -209,7 +212,7 @@ class RankEnds:
 def report_error(error: BaseException) -> None:
     """Write the error that ends this rank, which has no ring, for torchrun's process to report."""
     rank = read_rank_environment()
-    if rank is not None and not _has_ring(rank):
+    if rank is not None and (not rank.ring_path.exists() or _is_reserved(rank)):
         text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
         write_ending(rank.ring_path, Ending(1, None, text))
 
