@@ -332,6 +332,10 @@ def steps(
         An iterable of the loader's batches, with its length and attributes, also for setting them.
         For a `DataLoader` it is an instance of its class, which frameworks can create again.
 
+    Raises:
+        TypeError: `state` or `save` is something else.
+        ValueError: both are given.
+
     Example:
         >>> for batch in paceline.steps(loader, start=checkpoint_step + 1):
         ...     train(batch)
@@ -341,7 +345,13 @@ def steps(
     except Exception as error:
         log_once("start", "paceline.steps: counting from 0: %s", error)
         start = 0
-    if save is not None and state is None:
+    if state is not None and (isinstance(state, type) or not hasattr(state, "boundary")):
+        raise TypeError(f"state must be a paceline.Checkpoints object, got {state!r}")
+    if save is not None:
+        if state is not None:
+            raise ValueError("give state= or save=, not both: a paceline.Checkpoints saves itself")
+        if not callable(save):
+            raise TypeError(f"save must be a function of the number of steps, got {save!r}")
         state = state_of_script(save)
     return count_steps(loader, _loop, start, state)
 

@@ -359,6 +359,33 @@ def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
         paceline.Checkpoints(tmp_path, position=Counter())
 
 
+def test_a_state_that_no_loop_has_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    Script(tmp_path / "used").train(30)
+    assert not caplog.messages
+    script = Script(tmp_path / "unused")
+    for _ in paceline.steps(range(30)):
+        script.optimizer.step()
+    (warning,) = caplog.messages
+    assert "paceline.steps(loader, state=state)" in warning
+
+
+def test_steps_refuse_what_is_no_state_and_two_ways_to_save(tmp_path: Path) -> None:
+    wrong: Any = "/ckpt"
+    with pytest.raises(TypeError, match=r"must be a paceline\.Checkpoints object, got '/ckpt'"):
+        paceline.steps([], state=wrong)
+    wrong = paceline.Checkpoints
+    with pytest.raises(TypeError, match=r"must be a paceline\.Checkpoints object"):
+        paceline.steps([], state=wrong)
+    wrong = "/ckpt"
+    with pytest.raises(TypeError, match="save must be a function"):
+        paceline.steps([], save=wrong)
+    with pytest.raises(ValueError, match="not both"):
+        paceline.steps([], state=Script(tmp_path).state, save=print)
+
+
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_buffer_that_torch_cannot_load_is_refused(tmp_path: Path, persistent: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 2))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.checkpoints.random_states import RandomStates
+from paceline.checkpoints.random_states import OwnGenerator, RandomStates
 from paceline.checkpoints.trees import decode, serialize
 
 
@@ -32,3 +32,21 @@ def test_generators_continue_where_they_were(state_of: Any) -> None:
     draw()
     RandomStates().load_state_dict(saved)
     assert draw() == expected
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        random.Random(1),
+        np.random.default_rng(1),
+        np.random.Generator(np.random.MT19937(1)),
+        np.random.Generator(np.random.Philox(1)),
+    ],
+)
+def test_generators_of_the_script_continue_where_they_were(generator: Any) -> None:
+    assert OwnGenerator.fits(generator)
+    saved = decode(serialize(OwnGenerator(generator).state_dict()))
+    expected = generator.random()
+    generator.random()
+    OwnGenerator(generator).load_state_dict(saved)
+    assert generator.random() == expected

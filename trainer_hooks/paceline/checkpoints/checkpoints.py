@@ -47,6 +47,9 @@ _log = logging.getLogger(__name__)
 
 # A rank that never comes to a save lets the others wait for it for so long, in their threads.
 _TIMEOUT = timedelta(minutes=10)
+# Optimizer steps without a loop that has the state. A script may make a few before its loop, for
+# example to create the optimizer's state.
+_UNUSED_STEPS = 10
 _POSITION = "position"
 _LOADER = "loader"
 
@@ -87,7 +90,7 @@ class Checkpoints:
                 every few steps, for a restart after a crash. "auto": if there is room; the reason
                 why not is logged. True: it is also reported as an incident.
             **state: what to save, by name: modules, lists of modules (the stages of a pipeline),
-                optimizers, tensors, `torch.Generator`s, dicts and anything with `state_dict` and
+                optimizers, tensors, random generators, dicts and anything with `state_dict` and
                 `load_state_dict`, such as schedulers, scalers and loaders. Random generators and
                 the position in the data are saved in any case.
 
@@ -235,6 +238,12 @@ class Checkpoints:
 
     def _stepped(self, *_: object) -> None:
         self._optimizer_steps += 1
+        if self._optimizer_steps == _UNUSED_STEPS and not self._is_searched:
+            _log.warning(
+                "The optimizer has made %d steps in a loop without this state, so nothing is "
+                "resumed, and nothing saved by itself: use paceline.steps(loader, state=state).",
+                _UNUSED_STEPS,
+            )
 
     # For scripts
 

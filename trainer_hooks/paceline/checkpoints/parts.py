@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
+from paceline.checkpoints.random_states import OwnGenerator
 from paceline.checkpoints.trees import Leaf, leaves_of, put_together, take_apart
 
 
@@ -88,9 +89,12 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
         return DictPart(value)
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return ObjectPart(value)
+    if OwnGenerator.fits(value):
+        return ObjectPart(OwnGenerator(value))
     raise TypeError(
-        f"{name} must be a module, a list of modules, an optimizer, a tensor, a torch.Generator, a "
-        f"dict, or have state_dict() and load_state_dict(); got {type(value).__name__}"
+        f"{name} must be a module, a list of modules, an optimizer, a tensor, a random generator, "
+        "a dict (for numbers and lists), or have state_dict() and load_state_dict(); "
+        f"got {type(value).__name__}"
     )
 
 

@@ -42,11 +42,49 @@ class RandomStates:
             device.set_rng_state(state["device"])
 
 
+class OwnGenerator:
+    """A generator that the script made: a `random.Random`, or a numpy `Generator`."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    @staticmethod
+    def fits(value: object) -> bool:
+        """Return whether an object is such a generator."""
+        numpy = sys.modules.get("numpy")
+        is_numpy = numpy is not None and isinstance(value, numpy.random.Generator)
+        return is_numpy or isinstance(value, random.Random)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        if isinstance(self._generator, random.Random):
+            return {"state": self._generator.getstate()}
+        return {"state": _without_arrays(self._generator.bit_generator.state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set it."""
+        if isinstance(self._generator, random.Random):
+            self._generator.setstate(state["state"])
+        else:
+            self._generator.bit_generator.state = state["state"]
+
+
 def _numbers(stored: bytes | Sequence[int]) -> tuple[int, ...]:
     """Return stored numbers; checkpoints of earlier releases have them one by one."""
     if isinstance(stored, bytes):
         return struct.unpack(f"<{len(stored) // 4}I", stored)
     return tuple(stored)
+
+
+def _without_arrays(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a bit generator with lists in place of its arrays."""
+    plain: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            plain[name] = _without_arrays(value)
+        else:
+            plain[name] = value.tolist() if hasattr(value, "tolist") else value
+    return plain
 
 
 def _plain(value: Any) -> Any:
