@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,21 @@ def test_with_an_agent_of_an_older_version_the_function_is_only_called(
     with pytest.raises(RuntimeError, match="Connection closed"):
         fail()
     assert "no link to the agent" in caplog.text
+
+
+def test_a_function_that_does_not_train_when_it_is_called_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def losses() -> Iterator[float]:
+        yield 1.0
+
+    async def train() -> None:
+        pass
+
+    module.resilient(losses)
+    module.resilient(train)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "losses only creates a generator" in caplog.text
 
 
 def test_an_error_of_a_lost_peer_is_recognized_in_what_it_led_to() -> None:

@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import logging
 import os
 import socket
@@ -97,6 +98,12 @@ def resilient(function: Callable[P, T]) -> Callable[P, T]:
         ...         step(batch)
     """
     _watch_groups()
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        _log.warning(
+            "paceline.resilient: %s only creates a generator or coroutine when it is called, so "
+            "its ranks are replaced and do not stay: decorate the function that runs it.",
+            function.__qualname__,
+        )
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

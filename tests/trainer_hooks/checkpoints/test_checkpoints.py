@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -198,6 +199,16 @@ def test_a_loop_in_a_loop_with_the_same_state_is_refused(tmp_path: Path) -> None
         next(outer)
 
 
+def test_gradients_of_an_interrupted_step_do_not_outlive_a_resume(tmp_path: Path) -> None:
+    whole = Script(tmp_path / "whole").train(5)
+    Script(tmp_path / "two").train(5, stop_after=3)
+    second = Script(tmp_path / "two")
+    second.model(torch.ones(3)).sum().backward()
+    second.train(5)
+    assert second.state.resumed_step == 2
+    assert torch.equal(second.model.weight, whole.model.weight)
+
+
 def test_any_torch_tool_reads_a_checkpoint(tmp_path: Path) -> None:
     script = Script(tmp_path).train(3)
     path = tmp_path / saved_checkpoints(tmp_path)[0].name
@@ -384,6 +395,17 @@ def test_steps_refuse_what_is_no_state_and_two_ways_to_save(tmp_path: Path) -> N
         paceline.steps([], save=wrong)
     with pytest.raises(ValueError, match="not both"):
         paceline.steps([], state=Script(tmp_path).state, save=print)
+
+
+def test_a_directory_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(directory: Path) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("paceline.checkpoints.checkpoints.run_of", fail)
+    with pytest.raises(CheckpointError, match=f"saved in {tmp_path}: No space left on device"):
+        Script(tmp_path)
 
 
 @pytest.mark.parametrize("persistent", [True, False])

@@ -138,8 +138,14 @@ class Checkpoints:
 
         def claim() -> None:
             nonlocal generation, run, went_back
-            generation = claim_next(directory)
-            run = run_of(directory)
+            try:
+                generation = claim_next(directory)
+                run = run_of(directory)
+            except OSError as error:
+                raise CheckpointError(
+                    f"nothing can be saved in {directory}: {error.strerror}. Make it writable, "
+                    "with free space, or name another directory"
+                ) from error
             went_back = request is not None and go_back(directory, request)
 
         failure = peers.attempt(claim) if peers.rank == 0 else None

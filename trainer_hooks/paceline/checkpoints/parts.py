@@ -221,6 +221,7 @@ class ModulePart(_Base):
                 for stored, (name, value) in state.items()
             }
             set_model_state_dict(module, content)
+            module.zero_grad()  # the model may have outlived an interrupted step
 
     def merge(self, rests: Sequence[Any]) -> Any:
         return {name: value for rest in reversed(rests) for name, value in rest.items()}
