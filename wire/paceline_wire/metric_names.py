@@ -123,6 +123,7 @@ RANK_PROCESS_CONTEXT_SWITCHES_TOTAL = "paceline_rank_process_context_switches_to
 RANK_PROCESS_CPU_SECONDS_TOTAL = "paceline_rank_process_cpu_seconds_total"
 RANK_PROCESS_MAJOR_FAULTS_TOTAL = "paceline_rank_process_major_faults_total"
 RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL = "paceline_rank_process_run_queue_wait_seconds_total"
+RANK_PROCESS_WRITTEN_BYTES_TOTAL = "paceline_rank_process_written_bytes_total"
 RANK_READ_BYTES_TOTAL = "paceline_rank_read_bytes_total"
 RANK_TCP_INTERFACE_INFO = "paceline_rank_tcp_interface_info"
 RANK_TCP_RETRANSMITTED_SEGMENTS_TOTAL = "paceline_rank_tcp_retransmitted_segments_total"

@@ -100,6 +100,7 @@ STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.RANK_NIC_MISPLACED: _RANK,
     metric_names.RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL: _RANK,
     metric_names.RANK_READ_BYTES_TOTAL: _RANK,
+    metric_names.RANK_PROCESS_WRITTEN_BYTES_TOTAL: _RANK,
     metric_names.RANK_TCP_INTERFACE_INFO: (*_RANK, "device"),
     metric_names.RANK_TCP_RETRANSMITTED_SEGMENTS_TOTAL: _RANK,
     metric_names.RANK_TCP_SENDING_SECONDS_TOTAL: _RANK,

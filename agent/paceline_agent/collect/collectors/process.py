@@ -42,7 +42,7 @@ METRICS = (
         "Fetched from storage for the rank's process.",
     ),
     Metric(
-        "paceline_rank_process_written_bytes_total",
+        metric_names.RANK_PROCESS_WRITTEN_BYTES_TOTAL,
         "counter",
         "bytes",
         "Sent to storage by the rank's process.",

@@ -78,6 +78,7 @@ METRICS: tuple[Metric, ...] = (
         "paceline_rank_process_run_queue_wait_seconds_total", "rank", 2, 0.005, noise=0.004
     ),
     counter("paceline_rank_read_bytes_total", "rank", 2, 5e6, noise=1e6),
+    counter("paceline_rank_process_written_bytes_total", "rank", 2, 1e6, noise=1e5),
     Metric(
         "paceline_rank_process_context_switches_total", "rank", 2, 6, noise=4, is_counter=True,
         labels=(("kind", "involuntary"),),

@@ -111,17 +111,24 @@ def test_another_program_on_the_node_explains_nothing(kind, metric, rate):
     assert not found.on_node
 
 
-def test_a_disk_from_which_the_rank_reads_nothing_explains_no_wait_for_data():
+@pytest.mark.parametrize(
+    ("kind", "against"),
+    [
+        ("slow_data", "rank 2 and their loader workers read nothing from a disk"),
+        ("straggler", "rank 2 read nothing from a disk and write nothing to it"),
+    ],
+)
+def test_a_disk_that_the_rank_does_not_use_explains_nothing(kind, against):
     """Another program keeps the disk busy; the data come from memory."""
     fleet = Fleet(seed=8)
     for metric, value in (("time", 0.97), ("time_weighted", 12.0)):
         fleet.fault("node-1", f"node_disk_io_{metric}_seconds_total", "nvme0n1", since_onset(value))
-    fleet.fault("node-1", "paceline_rank_read_bytes_total", "2", lambda after, rate: 0.0)
+    for name in ("read", "process_written"):
+        fleet.fault("node-1", f"paceline_rank_{name}_bytes_total", "2", lambda after, rate: 0.0)
     fleet.play(90)
-    found = fleet.diagnose(kind="slow_data", slowdown=1.5)
+    found = fleet.diagnose(kind=kind, slowdown=1.5)
     assert found.cause == UNKNOWN
-    against = [line.text for line in found.counter_evidence]
-    assert "the processes of rank 2 and their loader workers read nothing from a disk" in against
+    assert f"the processes of {against}" in [line.text for line in found.counter_evidence]
 
 
 @pytest.mark.campaign

@@ -13,7 +13,7 @@ from paceline_server.detect.causes.symptom import (
 )
 from paceline_server.detect.causes.timeline import rates
 from paceline_server.detect.finding import Evidence
-from paceline_server.detect.kinds import SLOW_DATA
+from paceline_server.detect.kinds import SLOW_DATA, STRAGGLER
 from paceline_server.percent import percent
 from paceline_wire import metric_names
 
@@ -34,8 +34,18 @@ SYMPTOMS = (
 )  # fmt: skip
 _AVAILABLE = metric_names.FILESYSTEM_AVAIL_BYTES
 _FULL_SHARE = 0.01
-_READS = metric_names.RANK_READ_BYTES_TOTAL
-_PAGE_BYTES = 4096.0  # who reads less per second reads no data
+_PAGE_BYTES = 4096.0  # who transfers less per second uses no disk
+# Metrics that show whether the ranks use a disk, and the sentence if they do not.
+_USES = {
+    SLOW_DATA.name: (
+        (metric_names.RANK_READ_BYTES_TOTAL,),
+        "the processes of {} and their loader workers read nothing from a disk",
+    ),
+    STRAGGLER.name: (
+        (metric_names.RANK_READ_BYTES_TOTAL, metric_names.RANK_PROCESS_WRITTEN_BYTES_TOTAL),
+        "the processes of {} read nothing from a disk and write nothing to it",
+    ),
+}
 
 
 def check(suspect: Suspect) -> list[WeighedEvidence]:
@@ -43,29 +53,32 @@ def check(suspect: Suspect) -> list[WeighedEvidence]:
 
 
 def _slow_disk(suspect: Suspect) -> list[WeighedEvidence]:
-    """Weigh the disks, unless others use them: data in memory, or of a network, are no disk's.
+    """Weigh the disks, unless only others use them: other programs, or other ranks of the node.
 
     Waits for I/O count in any case: a remote file system need not count what a process reads.
     """
-    unused = _reads_nothing(suspect) if suspect.kind == SLOW_DATA.name else None
+    unused = _uses_no_disk(suspect)
     if unused is None:
         return weigh_symptoms(suspect, SYMPTOMS)
     waits = [symptom for symptom in SYMPTOMS if symptom.scope is Scope.NODE]
     return [combine(SLOW_DISK, [unused, *weigh_symptoms(suspect, waits)])]
 
 
-def _reads_nothing(suspect: Suspect) -> WeighedEvidence | None:
-    """Return that against a slow disk; None if a rank reads from storage, or is not measured."""
+def _uses_no_disk(suspect: Suspect) -> WeighedEvidence | None:
+    """Return that against a slow disk; None if a rank uses a disk, or is not measured."""
+    if suspect.kind not in _USES:
+        return None
+    metrics, text = _USES[suspect.kind]
     most = 0.0
-    for device in suspect.devices(Scope.RANK, _READS):
-        series = suspect.series(_READS, device)
-        rate = None if series is None else rates(series).now(suspect.onset_ns)
-        if rate is None or rate >= _PAGE_BYTES:
-            return None
-        most = max(most, rate)
+    for metric in metrics:
+        for device in suspect.devices(Scope.RANK, metric):
+            series = suspect.series(metric, device)
+            rate = None if series is None else rates(series).now(suspect.onset_ns)
+            if rate is None or rate >= _PAGE_BYTES:
+                return None
+            most = max(most, rate)
     who = suspect.node if suspect.rank is None else f"rank {suspect.rank}"
-    text = f"the processes of {who} and their loader workers read nothing from a disk"
-    return WeighedEvidence(SLOW_DISK, -1.5, (Evidence(text, _READS, most),))
+    return WeighedEvidence(SLOW_DISK, -1.5, (Evidence(text.format(who), metrics[0], most),))
 
 
 def _free_space(suspect: Suspect) -> list[WeighedEvidence]:
