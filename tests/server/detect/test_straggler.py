@@ -375,6 +375,18 @@ def test_a_rank_that_is_slow_in_some_steps_is_found_and_cleared(topology, every)
     assert all(one.rank == 1 and one.slowdown < found[0].slowdown for one in milder)
 
 
+def test_a_rank_that_is_slow_in_some_steps_and_then_in_all_has_one_verdict():
+    run = watched(Topology(4, 1, 1), 5)
+    run.advance(70)
+    found = advance_in_turns(run, 48, 3, {1: 1.8})
+    run.slow = {1: 1.8}
+    found += run.advance(60)
+    last = {one.fingerprint: one for one in found}
+    assert list(last) == ["straggler:recurs:1", "straggler:1"]
+    assert last["straggler:recurs:1"].cleared
+    assert not last["straggler:1"].cleared
+
+
 def test_the_cost_of_a_rank_that_is_slow_in_some_steps_does_not_flip():
     """It is slow in two of five steps at random: one replay costs 27%, the next one 48%."""
     topology, chance = Topology(4, 1, 1), random.Random(0)

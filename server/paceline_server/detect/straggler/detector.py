@@ -172,7 +172,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             new = self._new_rises(observation)
             new += self._chronic_changes(observation)
             new += self.follow(timing.step, self._steps[-1].ended_ns, observation)
-            findings += self._with_shared(new, observation)
+            findings += [*self._with_shared(new, observation), *self._replaced(observation)]
         return findings
 
     def _measure(self, timing: StepTiming) -> None:
@@ -490,6 +490,34 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         if reported.way == "creeps" and excess >= _CREEP_GROWTH * excess_before:
             return False
         return is_alike(slowdown, before, ALIKE)
+
+    def _replaced(self, observation: Observation) -> list[Finding]:
+        """Clear the verdict on ranks that were slow in some steps and now are in all of them."""
+        replaced = [
+            known
+            for known in self.reported.values()
+            if known.is_reported
+            and known.way == "recurs"
+            and any(
+                other.is_reported
+                and other.way != "recurs"
+                and set(known.unit.ranks) <= set(other.unit.ranks)
+                and self.slowdown(other) >= self.slowdown(known)
+                for other in self.reported.values()
+            )
+        ]
+        for known in replaced:
+            del self.reported[known.finding.fingerprint]
+        text = "{} is slow in all steps now, not in some of them only."
+        return [
+            cleared(
+                known.finding,
+                text.format(known.unit.subject(self.generation)),
+                observation.now_ns,
+                self._steps[-1].number,
+            )
+            for known in replaced
+        ]
 
     # Ranks that became slow together
 
