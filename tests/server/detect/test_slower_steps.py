@@ -64,6 +64,17 @@ def test_steps_that_gradually_become_longer_are_found():
     assert later[-1].slowdown > 1.4
 
 
+@pytest.mark.parametrize(("until", "reported"), [(158, 1.57), (300, 2.47)])
+def test_slower_steps_are_worse_only_if_that_lasts(until, reported):
+    def change(step):
+        slowdown = 2.6 if 150 <= step < until else 1.6
+        return {"slow": dict.fromkeys(range(RANKS), slowdown)} if step > ONSET else {}
+
+    found = shown(change, steps=220)
+    assert found[0].slowdown == pytest.approx(1.56, abs=0.03)
+    assert max(finding.slowdown for finding in found) == pytest.approx(reported, abs=0.05)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_is_no_finding(seed):
     random = np.random.default_rng(seed)

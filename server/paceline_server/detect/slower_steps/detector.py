@@ -156,7 +156,8 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         for shift in self._levels.rises():
             known = self.reported.get(FINGERPRINT)
             if known is not None:
-                self._levels.worsen(known.rise, shift.steps)
+                if not known.is_reported:  # a reported one is measured again while it lasts
+                    self._levels.worsen(known.rise, shift.steps)
                 return
             steps = [step.parts for step in self._steps][: -shift.steps]
             rise = self._levels.begin((0,), shift.steps)
