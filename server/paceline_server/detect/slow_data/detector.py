@@ -84,6 +84,7 @@ class SlowDataDetector(Detector):
         self._waits = np.zeros_like(self._excess)
         self._steps: list[int] = []
         self._started_ns: list[int] = []
+        self._step_seconds: list[float] = []
         self._ended_ns = 0  # end of the newest step
         self._active: dict[str, _LateData] = {}
 
@@ -122,7 +123,8 @@ class SlowDataDetector(Detector):
         self._steps.append(timing.step)
         self._started_ns.append(int(ranks.start_ns.min(initial=np.iinfo(np.int64).max)))
         self._ended_ns = self._started_ns[-1] + int(step_seconds * 1e9)
-        for history in (self._steps, self._started_ns):
+        self._step_seconds.append(step_seconds)
+        for history in (self._steps, self._started_ns, self._step_seconds):
             del history[: -len(self._excess)]
 
     def _wait_of_most(self, waits: Floats) -> float:
@@ -282,15 +284,22 @@ class SlowDataDetector(Detector):
         excess, waits = self._excess[-steps:, ranks[0]], self._waits[-steps:, ranks[0]]
         slow = np.flatnonzero(excess > 0)
         waited = float(np.median(waits[slow]))
-        share = float(excess[slow[0] :].mean())
+        is_steady = 2 * slow.size > len(excess)
+        # If only some steps are slow: whole periods, each from one slow step to the next.
+        since, until = slow[0], len(excess) if is_steady or slow.size == 1 else slow[-1]
+        step_seconds = np.array(self._step_seconds)[-steps:][since:until]
+        share = float(excess[since:until] @ step_seconds / step_seconds.sum())
         waiting = list(range(self._stage.size)) if ranks == [ALL] else ranks
         rank = None if ranks == [ALL] else ranks[0]
         normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
-        seconds = max(waited - normal, 0.0) * slow.size / (len(excess) - int(slow[0]))
-        late = dict.fromkeys(waiting, seconds)
-        speedup = speedup_without(observation.replay, late, min(share, 1.0), onset)
-        # A rank that is late while another one is slow holds up the job for less than its wait.
-        cost = active.cost.add(min(share, cost_of(speedup) or 0.0), observation.now_ns)
+        cost = min(share, 1.0)
+        if is_steady:  # a replay is of too few steps for waits in some of them
+            seconds = max(waited - normal, 0.0) * slow.size / (len(excess) - int(slow[0]))
+            late = dict.fromkeys(waiting, seconds)
+            # A rank that is late while another one is slow holds up the job for less than its wait.
+            saved = cost_of(speedup_without(observation.replay, late, cost, onset))
+            cost = min(cost, saved or 0.0)
+        cost = active.cost.add(cost, observation.now_ns)
         speedup = gain(cost)
         slowdown = gain(min(share, 1.0))
         diagnosis = diagnose(
@@ -304,7 +313,7 @@ class SlowDataDetector(Detector):
             node=self.generation.node(rank) if rank is not None else self._only_node(),
         )
         cause = CAUSE if diagnosis.cause == UNKNOWN else diagnosis.cause
-        how_often = "per step" if 2 * slow.size > len(excess) else "in some steps"
+        how_often = "per step" if is_steady else "in some steps"
         reason = "" if cause == CAUSE else f", because of {cause}"
         whom = "before" if rank is None else "for its peers and before"
         return self.finding(
