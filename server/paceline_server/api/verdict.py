@@ -166,4 +166,8 @@ def _healthy(session: Session, job: models.JobRow) -> str:
         return f"No problem found{pace}."
     if spread > _EVEN_RATIO:
         return f"No slow rank found{pace}."
+    uneven = job.ledger.imbalance_seconds / max(job.ledger.wall_seconds, 1e-9)
+    if uneven > _EVEN_RATIO:
+        some = f"ranks that took longer in some cost {percent(uneven)} of the time (imbalance)"
+        return f"No rank is slow in most steps, but {some}{pace}."
     return f"All {world_size} ranks within {percent(max(spread, 0.01))} of their peers{pace}."

@@ -394,6 +394,13 @@ def test_the_verdict_is_the_worst_open_incident(server: Any, client: httpx.Clien
     )
     text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
     assert text == "All 2 ranks within 3% of their peers; 0.56 s per step."
+    with server.program.database.write() as session:
+        session.get_one(JobRow, job_id).ledger = Ledger(wall_seconds=10.0, imbalance_seconds=2.5)
+    text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
+    some = "ranks that took longer in some cost 25% of the time (imbalance)"
+    assert text == f"No rank is slow in most steps, but {some}; 0.56 s per step."
+    with server.program.database.write() as session:
+        session.get_one(JobRow, job_id).ledger = Ledger()
     put(
         server,
         *(row for number in range(5, 40) for row in step(job_id, number, 0, slowdown=0.6)),
