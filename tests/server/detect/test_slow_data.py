@@ -86,18 +86,22 @@ def test_a_stall_that_comes_and_goes_is_found():
     assert found.cost_ratio < 0.2
 
 
-def test_long_waits_in_few_steps_have_their_true_cost():
-    """A loader refills for two seconds in one of eight steps of half a second."""
+@pytest.mark.parametrize("every", [8, 24])
+def test_long_waits_in_few_steps_are_found_with_their_true_cost(every):
+    """A loader refills for two seconds; a step takes half a second."""
     job = a_job(Topology(4, 1, 1))
     watched = Watched(SlowDataDetector, job.topology)
     watched.show(played(job, 20))
     late = {**job.late_data, 2: 2.0}
-    for step in range(20, 60):
-        watched.show(played(job, 1, step, late_data=late if step % 8 == 0 else job.late_data))
+    for step in range(20, 40 + 5 * every):
+        watched.show(played(job, 1, step, late_data=job.late_data if step % every else late))
     found = watched.findings[0]
     usual = job.play(0).ranks.step_seconds.mean()
+    assert (found.rank, found.onset_step) == (2, 24)
     assert "in some steps" in found.summary
-    assert found.cost_ratio == pytest.approx(2.0 / (2.0 + 8 * usual), rel=0.1)
+    assert found.cost_ratio == pytest.approx(2.0 / (2.0 + every * usual), rel=0.1)
+    over = watched.show(played(job, 8 * every, 40 + 5 * every))
+    assert [one.cleared for one in over] == [True]
 
 
 def test_stalls_that_have_become_rare_before_they_can_be_reported_are_no_finding():

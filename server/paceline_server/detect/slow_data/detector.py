@@ -80,7 +80,7 @@ class SlowDataDetector(Detector):
         self._unrelated = _unrelated(generation)
         # One extra column represents all ranks: it holds a wait that most of them exceed.
         self._past = _Past(world + 1)
-        self._excess = np.zeros((settings.recurring_window_steps, world + 1))
+        self._excess = np.zeros((max(settings.recurring_windows), world + 1))
         self._waits = np.zeros_like(self._excess)
         self._steps: list[int] = []
         self._started_ns: list[int] = []
@@ -151,11 +151,9 @@ class SlowDataDetector(Detector):
         settings = self.settings
         slow = self._excess > 0
         recent = slow[-settings.window_steps :].sum(axis=0) >= settings.hits
-        recurring = (self._stalls_beyond_others(slow) >= settings.recurring_hits) & (
-            self._excess.mean(axis=0) >= settings.recurring_share
-        )
+        recurring = self._recurring_steps(slow)
         findings = self._follow(slow[-1], observation)
-        suspects = np.flatnonzero((recent | recurring) & slow[-1]).tolist()
+        suspects = np.flatnonzero((recent | (recurring > 0)) & slow[-1]).tolist()
         if self._excess.shape[1] - 1 in suspects:
             suspects = [ALL]
         for node, ranks in self._by_node(suspects).items():
@@ -170,7 +168,7 @@ class SlowDataDetector(Detector):
                 continue
             for key in known:
                 del self._active[key]
-            steps = settings.window_steps if recent[ranks[0]] else len(self._excess)
+            steps = settings.window_steps if is_steady else int(recurring[ranks[0]])
             first = self._first_slow(ranks, steps)
             self._active[fingerprint] = _LateData(
                 ranks,
@@ -202,7 +200,10 @@ class SlowDataDetector(Detector):
             seconds = (now_ns - active.onset_ns) / 1e9
             if active.finding is not None or seconds < active.least_seconds:
                 continue
-            recent = float(self._excess[:, active.ranks[0]].mean())
+            recent = max(
+                float(self._excess[-steps:, active.ranks[0]].mean())
+                for steps in self.settings.recurring_windows
+            )
             if active.is_uncertain and recent < self.settings.recurring_share:
                 continue  # it has become rare since
             finding = self._finding(fingerprint, active, observation)
@@ -223,6 +224,15 @@ class SlowDataDetector(Detector):
 
     def _node(self, ranks: list[int]) -> str | None:
         return None if ranks == [ALL] else self.generation.node(ranks[0])
+
+    def _recurring_steps(self, slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+        """Return the least number of newest steps in which each rank waited often; 0: in none."""
+        found = np.zeros(slow.shape[1], dtype=np.intp)
+        for steps in sorted(self.settings.recurring_windows, reverse=True):
+            often = self._stalls_beyond_others(slow[-steps:]) >= self.settings.recurring_hits
+            share = self._excess[-steps:].mean(axis=0)
+            found[often & (share >= self.settings.recurring_share)] = steps
+        return found
 
     def _stalls_beyond_others(self, slow: npt.NDArray[np.bool_]) -> Floats:
         """Return how many slow steps each rank has beyond what chance explains.
@@ -257,8 +267,8 @@ class SlowDataDetector(Detector):
             ranks = active.ranks
             active.quiet_steps = 0 if slow_now[ranks].any() else active.quiet_steps + 1
             # An intermittent wait is not over between two stalls.
-            hits = int((self._excess[:, ranks[0]] > 0).sum())
-            interval = len(self._excess) // max(hits, 1) if hits else 0
+            late = np.flatnonzero(self._excess[:, ranks[0]] > 0)
+            interval = (len(self._excess) - int(late[0])) // late.size if late.size else 0
             if active.quiet_steps >= max(self.settings.hits, 3 * interval):
                 del self._active[fingerprint]
                 self._excess[:, ranks] = 0.0

@@ -24,9 +24,10 @@ class SlowDataSettings:
     # This many of the last steps must be slow; the end of an epoch or a cold cache is shorter.
     window_steps: int = 5
     hits: int = 4
-    # An intermittent wait (every n-th file is on a slow disk) must occur this often in so many
-    # steps, and cost this share of all of them, because all storage has occasional long reads.
-    recurring_window_steps: int = 32
+    # An intermittent wait (every n-th file is on a slow disk, a loader refills) must occur this
+    # often in one of these numbers of steps, and cost this share of all of them, because all
+    # storage has occasional long reads.
+    recurring_windows: tuple[int, ...] = (32, 128)
     recurring_hits: int = 4
     recurring_share: float = 0.03
     # It must come and go for this long: in short steps the scheduler of a busy host delays single
