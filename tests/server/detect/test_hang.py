@@ -8,15 +8,21 @@ from paceline_wire.batch import RankDefined, RankDump, RankStackTraces, RankStat
 from paceline_wire.ring import Frame, GroupProgress, SectionDefinition, section_op
 from paceline_wire.spans import Op
 from paceline_wire.stacks import StackFrame, ThreadStack
+from paceline_wire.topology import Topology
 
 
 class StuckJob:
     """The demo's job after `steps` steps; tests can set the operation of each rank."""
 
     def __init__(
-        self, steps: int = 10, *, status: str = "running", skew_ns: dict[str, int] | None = None
+        self,
+        steps: int = 10,
+        *,
+        topology: Topology | None = None,
+        status: str = "running",
+        skew_ns: dict[str, int] | None = None,
     ) -> None:
-        self.job = SimulatedJob(seed=1)
+        self.job = SimulatedJob(topology, seed=1)
         self.job.faults.skew_ns = skew_ns or {}
         self.job.advance(steps)
         self.status = status
@@ -370,6 +376,45 @@ def test_a_rank_in_its_data_loader_is_reported_with_the_scripts_line_and_the_wor
     for pid in workers:
         assert f"worker process {pid} of rank 2 is in dataset.py:5 run, called from " in texts
     assert "process 9" not in texts
+
+
+def creating_a_group() -> ThreadStack:
+    file = "torch/distributed/distributed_c10d.py"
+    frames = [StackFrame("new_group", file, 5000, is_installed=True), StackFrame("f", "t.py", 28)]
+    return ThreadStack("MainThread", frames)
+
+
+@pytest.mark.parametrize(
+    ("topology", "culprit", "reason"),
+    [
+        (Topology(2, 1, 1), 0, "rank 1 waits in new_group, which it did not call"),
+        (Topology(2, 2, 2), 1, "new_group, which ranks 0, 2-7 left or did not call"),
+    ],
+)
+def test_a_group_that_only_some_ranks_create_is_named(topology, culprit, reason):
+    stuck = StuckJob(topology=topology)
+    make_all_wait_for(stuck, 1)
+    [found] = stuck.wait(3)
+    assert found.rank == 1
+    other = found.stacks_wanted[1]
+    read_stacks(stuck, 1, creating_a_group())
+    [reported] = stuck.wait(0.5)
+    assert (reported.rank, reported.side) == (1, "host")
+    read_stacks(stuck, other, thread("MainThread", "all_reduce"))
+    [reported] = stuck.wait(0.5)
+    assert (reported.rank, reported.ranks, reported.side) == (culprit, [culprit], "mismatch")
+    assert f": mismatched collective, {reason} (" in reported.summary
+    assert reported.evidence[0].text == "rank 1 waits in new_group, which all ranks must call"
+
+
+def test_ranks_that_all_create_a_group_leave_none_out():
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    stuck.wait(3)
+    for rank in (2, 0):
+        read_stacks(stuck, rank, creating_a_group())
+    [reported] = stuck.wait(0.5)
+    assert (reported.rank, reported.side) == (2, "host")
 
 
 def test_a_thread_that_holds_the_gil_is_named():

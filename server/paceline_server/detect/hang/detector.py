@@ -13,7 +13,7 @@ Flight Recorder dumps of all ranks. It reports the hang again when they arrive.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -33,6 +33,7 @@ from paceline_server.detect.hang.late_start import (
 from paceline_server.detect.hang.python_stacks import (
     awaited_worker,
     cause_with_stacks,
+    creates_group,
     stack_evidence,
     user_frame,
 )
@@ -45,10 +46,11 @@ from paceline_server.detect.hang.rank_cause import (
 from paceline_server.detect.hang.sentences import RESUMED, hang_summary
 from paceline_server.detect.hang.settings import DEFAULTS, HangSettings
 from paceline_server.detect.hang.step_program import RankProgram, program_of
-from paceline_server.detect.hang.verdict import HangVerdict, stopped_verdict, verdict_on
+from paceline_server.detect.hang.verdict import MISMATCH, HangVerdict, stopped_verdict, verdict_on
 from paceline_server.detect.hang.wait_for_graph import innermost_op
 from paceline_server.detect.kinds import HANG, Kind
 from paceline_server.detect.observation import Generation, LiveRank, Observation
+from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.recent import p99_seconds
 from paceline_server.flight_recorder.received import Received, conclude
 from paceline_server.policy import Policy
@@ -429,8 +431,9 @@ class HangDetector(Detector):
         ]
         if not new:
             return []
-        cause, frame, awaited = active.cause, None, None
         all_stacks = [*active.stacks, *new]
+        active = self._active = self._with_group_creation(active, all_stacks, observation)
+        cause, frame, awaited = active.cause, None, None
         culprit = next((stacks for stacks in all_stacks if stacks.rank == active.rank), None)
         # A communication that does not end on the devices is in no rank's own code.
         if culprit is not None and (active.side != "device" or side_of(cause) == "device"):
@@ -454,6 +457,37 @@ class HangDetector(Detector):
             evidence=[*active.evidence, *new_evidence],
         )
         return [self._active]
+
+    def _with_group_creation(
+        self, active: Finding, stacks: Sequence[RankStackTraces], observation: Observation
+    ) -> Finding:
+        """Return the finding, with the ranks that wait for others in `new_group` as the reason.
+
+        All ranks must call it. No operation is recorded there, and ranks that are not in the new
+        group may return at once: which of several others left it out is not known.
+        """
+        known = {one.rank: creates_group(one) for one in stacks if one.threads}
+        own = [creates for rank, creates in known.items() if rank in active.ranks]
+        if active.side != "host" or not own or not all(own) or all(known.values()):
+            return active
+        inside, running = active.ranks, observation.ranks.keys() - observation.exited.keys()
+        outside = sorted(running - {*inside})
+        verb = "waits" if len(inside) == 1 else "wait"
+        reason = f"new_group, which {ranks_text(outside)} left or did not call"
+        if len(outside) == 1:
+            reason = f"{ranks_text(inside)} {verb} in new_group, which it did not call"
+            rank = outside[0]
+            node, stage = self.generation.node(rank), self.generation.stage(rank)
+            active = msgspec.structs.replace(
+                active, rank=rank, ranks=outside, node=node, stage=stage, causes=[], advice=None
+            )
+        text = f"{ranks_text(inside)} {verb} in new_group, which all ranks must call"
+        return msgspec.structs.replace(
+            active,
+            cause=f"{MISMATCH}: {reason}",
+            side="mismatch",
+            evidence=[Evidence(text), *active.evidence],
+        )
 
     def _add_dumps(self, ranks: _ExpectedRanks, observation: Observation) -> list[Finding]:
         """Report what the Flight Recorder dumps show, once all arrived or the timeout is over."""

@@ -16,6 +16,8 @@ _MAX_FRAMES_SHOWN = 4
 # Packages that only call the script or wait for it, so that its own line is more useful.
 _CALLERS = frozenset({"paceline", "torch"})
 _LIBRARIES = _CALLERS | {"typing_extensions", *sys.stdlib_module_names}
+# All ranks must call these, in which each waits for the others. No operation is recorded there.
+_GROUP_CREATIONS = ("new_group", "split_group")
 _WAITS_FOR_WORKER = ("torch/utils/data/dataloader.py", "_try_get_data")
 _WORKER_LOADS = "torch/utils/data/_utils/fetch.py"  # an idle worker is in no frame of it
 
@@ -58,6 +60,15 @@ def user_frame(stacks: RankStackTraces, cause: str) -> StackFrame | None:
     holder = next((thread for thread in stacks.threads if thread.holds_gil), None)
     thread = holder if cause.startswith(GIL_HELD) else _main_thread(stacks)
     return None if thread is None else _script_frame(thread.frames)
+
+
+def creates_group(stacks: RankStackTraces) -> bool:
+    """Return whether the rank is in the creation of a process group."""
+    main = _main_thread(stacks)
+    return main is not None and any(
+        frame.function in _GROUP_CREATIONS and frame.file.startswith("torch/distributed/")
+        for frame in main.frames
+    )
 
 
 def awaited_worker(stacks: RankStackTraces) -> str | None:
