@@ -2,11 +2,13 @@
 
     plain_ranks.py [raise | kill | exit | early]
 
-The argument ends rank 1 in the sixth of ten steps; `early`: before there is a process group.
+The argument ends rank 1 in the sixth of ten steps; `early`: before it calls
+`init_process_group`, once rank 0 is recorded.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import sys
@@ -30,6 +32,8 @@ def end(how: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1:] == ["early"] and os.environ["RANK"] == "1":
+        while not glob.glob(os.environ["PACELINE_RING_DIRECTORY"] + "/*.r0.ring"):
+            time.sleep(0.01)
         raise ValueError("unknown optimizer 'adamv'")
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
