@@ -116,6 +116,17 @@ def test_stalls_that_have_become_rare_before_they_can_be_reported_are_no_finding
     assert watched.findings == []
 
 
+def test_short_waits_with_a_single_long_one_among_them_are_no_finding():
+    job = a_job(Topology(4, 1, 1))
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 20))
+    for step in range(20, 100):
+        seconds = {24: 3.0}.get(step, 0.05) if step % 4 == 0 else 0.0
+        late = {**job.late_data, 2: job.late_data[2] + seconds}
+        watched.show(played(job, 1, step, late_data=late))
+    assert watched.findings == []
+
+
 def test_one_long_read_is_no_finding():
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)

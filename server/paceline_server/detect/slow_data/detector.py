@@ -32,6 +32,7 @@ from paceline_server.detect.reporting import (
 )
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
+from paceline_server.detect.statistics.change_point import column_medians
 from paceline_server.policy import Policy
 from paceline_server.steps.grid import grid_of
 from paceline_server.steps.peers import medians_of_others
@@ -201,7 +202,7 @@ class SlowDataDetector(Detector):
             if active.finding is not None or seconds < active.least_seconds:
                 continue
             recent = max(
-                float(self._excess[-steps:, active.ranks[0]].mean())
+                float(_typical_shares(self._excess[-steps:, active.ranks[:1]])[0])
                 for steps in self.settings.recurring_windows
             )
             if active.is_uncertain and recent < self.settings.recurring_share:
@@ -230,7 +231,7 @@ class SlowDataDetector(Detector):
         found = np.zeros(slow.shape[1], dtype=np.intp)
         for steps in sorted(self.settings.recurring_windows, reverse=True):
             often = self._stalls_beyond_others(slow[-steps:]) >= self.settings.recurring_hits
-            share = self._excess[-steps:].mean(axis=0)
+            share = _typical_shares(self._excess[-steps:])
             found[often & (share >= self.settings.recurring_share)] = steps
         return found
 
@@ -298,10 +299,14 @@ class SlowDataDetector(Detector):
         # If only some steps are slow: whole periods, each from one slow step to the next.
         since, until = slow[0], len(excess) if is_steady or slow.size == 1 else slow[-1]
         step_seconds = np.array(self._step_seconds)[-steps:][since:until]
-        share = float(excess[since:until] @ step_seconds / step_seconds.sum())
+        normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
+        late_seconds = max(waited - normal, 0.0) * int((excess[since:until] > 0).sum())
+        if is_steady:
+            share = float(excess[since:until] @ step_seconds / step_seconds.sum())
+        else:  # a single long wait among them does not make the others longer
+            share = late_seconds / float(step_seconds.sum())
         waiting = list(range(self._stage.size)) if ranks == [ALL] else ranks
         rank = None if ranks == [ALL] else ranks[0]
-        normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
         cost = min(share, 1.0)
         if is_steady:  # a replay is of too few steps for waits in some of them
             seconds = max(waited - normal, 0.0) * slow.size / (len(excess) - int(slow[0]))
@@ -402,3 +407,14 @@ class _Past:
             ordered = np.sort(rows, axis=0)  # NaN last
             middle = np.maximum(self.counts - 1, 0) // 2
             self.medians = ordered[middle, np.arange(ordered.shape[1])]
+
+
+def _typical_shares(excess: Floats) -> Floats:
+    """Return, by column, the share of all steps that its waits cost if each is a typical one.
+
+    A single long wait among short ones is an accident: of storage, or of a busy host.
+    """
+    late = excess > 0
+    typical = np.nan_to_num(column_medians(np.where(late, excess, np.nan)))
+    shares: Floats = typical * late.mean(axis=0)
+    return shares
