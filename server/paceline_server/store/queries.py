@@ -155,9 +155,16 @@ def reported_generations(session: Session, job: JobRow) -> dict[int, int]:
 
 def rank_states(session: Session, job_id: str) -> dict[str, int]:
     """Return the number of ranks by state."""
-    query = (
-        select(RankRow.state, func.count()).where(RankRow.job_id == job_id).group_by(RankRow.state)
-    )
+    return _ranks_by(session, job_id, RankRow.state)
+
+
+def rank_statuses(session: Session, job_id: str) -> dict[str | None, int]:
+    """Return the number of ranks by the status that they report."""
+    return _ranks_by(session, job_id, RankRow.status)
+
+
+def _ranks_by(session: Session, job_id: str, column: InstrumentedAttribute[Any]) -> dict[Any, int]:
+    query = select(column, func.count()).where(RankRow.job_id == job_id).group_by(column)
     return dict(session.execute(query).all())
 
 
@@ -179,12 +186,6 @@ def ranks_by_operation(session: Session, job_id: str) -> dict[str, list[int]]:
     for rank, operation in session.execute(query.order_by(RankRow.rank)):
         found.setdefault(operation or "", []).append(rank)
     return found
-
-
-def rank_statuses(session: Session, job_id: str) -> dict[str | None, int]:
-    """Return the number of ranks by the status that they report."""
-    query = select(RankRow.status, func.count()).where(RankRow.job_id == job_id)
-    return dict(session.execute(query.group_by(RankRow.status)).all())
 
 
 def nodes(session: Session, limit: int, after: str | None) -> Sequence[NodeRow]:

@@ -70,7 +70,6 @@ _CAUSES_OF_KIND: dict[str | None, str] = {DATA: "slow_data", TRANSFERS: "slow_li
 @dataclass(slots=True)
 class _ReportedSlowdown(ReportedRise):
     before: StepParts
-    is_gradual: bool = False
     earlier: UsualStep | None = None  # with which this generation is compared
     was_long: bool = False  # when it was reported
 
@@ -173,15 +172,10 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         size, crept = float(moved), steps_since_onset(levels, 0, moved)
         if crept is None:
             return
-        jumped = levels.steps_since_jump(0, size)
-        if jumped is not None:
-            self._activate(levels.assume((0,), jumped, size), jumped, first)
-        else:
-            self._activate(levels.assume_creep((0,), size), crept, first, is_gradual=True)
+        rise = levels.assume_since_first((0,), size, 0)
+        self._activate(rise, crept if rise.creeps else levels.pushed - rise.since, first)
 
-    def _activate(
-        self, rise: Rise, steps: int, before: StepParts, *, is_gradual: bool = False
-    ) -> _ReportedSlowdown:
+    def _activate(self, rise: Rise, steps: int, before: StepParts) -> _ReportedSlowdown:
         onset = self._steps[-min(steps, len(self._steps))]
         blank = self.finding(
             FINGERPRINT,
@@ -191,9 +185,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             onset_step=onset.number,
             persistence="persistent",
         )
-        reported = _ReportedSlowdown(
-            self._levels, rise, onset.started_ns, blank, before, is_gradual
-        )
+        reported = _ReportedSlowdown(self._levels, rise, onset.started_ns, blank, before)
         self.reported[FINGERPRINT] = reported
         return reported
 
@@ -261,7 +253,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         mostly = f", mostly in {part}" if share >= 0.5 else ""
         onset = reported.finding.onset_step
         since = f"have taken {slowdown:.2f}x as long since step {onset}"
-        if reported.is_gradual:
+        if reported.rise.creeps:
             since = f"have gradually become {slowdown:.2f}x as long since about step {onset}"
         if reported.earlier is not None:
             number = reported.earlier.generation
@@ -342,10 +334,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         return math.exp(reported.rise.size)
 
     def measure_again(self, reported: _ReportedSlowdown) -> None:
-        if reported.is_gradual:
-            reported.levels.grow(reported.rise)
-        else:
-            reported.levels.correct(reported.rise)
+        reported.levels.correct(reported.rise)
 
     def is_alike(self, reported: _ReportedSlowdown, slowdown: float | None) -> bool:
         is_alike_long = self._is_long(reported) == reported.was_long

@@ -53,6 +53,7 @@ class Rise:
     size: float
     before: float  # level before the rise
     since: int  # number of steps pushed before it began
+    creeps: bool = False  # it still grows, so that its size is that of the newest steps
 
 
 class PeerLevels:
@@ -247,7 +248,18 @@ class PeerLevels:
         """Explain a rise of a known size since the first steps, which still grows."""
         self._explain(series, FOLLOWED_STEPS, size)
         before = _middle(self._first[list(series)])
-        return Rise(series, size, before, self.pushed - FOLLOWED_STEPS)
+        return Rise(series, size, before, self.pushed - FOLLOWED_STEPS, creeps=True)
+
+    def assume_since_first(self, series: tuple[int, ...], size: float, judged: int) -> Rise:
+        """Explain a rise of a known size since the first steps.
+
+        It is a creep, unless the series `judged` shows that noise hid a change from one step to the
+        next.
+        """
+        jumped = self.steps_since_jump(judged, size)
+        if jumped is None:
+            return self.assume_creep(series, size)
+        return self.assume(series, jumped, size)
 
     def worsen(self, rise: Rise, steps: int) -> None:
         """Add the growth of a rise in the newest `steps` to its explained size."""
@@ -269,16 +281,13 @@ class PeerLevels:
         return "over"
 
     def correct(self, rise: Rise) -> None:
-        """Correct the size of a rise from the steps since its onset."""
+        """Correct the size of a rise from the steps since its onset, of a creep from the newest."""
+        if rise.creeps:
+            rise.since = self.pushed - FOLLOWED_STEPS
         steps = self.pushed - rise.since
         error = self._beyond(rise, min(steps, CORRECTED_STEPS))
         rise.size += error
         self._explain(rise.series, steps, error)
-
-    def grow(self, rise: Rise) -> None:
-        """Set the size of a creeping rise from the newest steps."""
-        rise.since = self.pushed - FOLLOWED_STEPS
-        self.correct(rise)
 
     def _beyond(self, rise: Rise, steps: int) -> float:
         """Return how far the newest levels are from the level before plus the reported rise."""

@@ -322,13 +322,11 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             seconds_ns = self._steps[-1].ended_ns - self._steps[-steps].started_ns
             if seconds_ns < _LEAST_CREEP_NS and steps < KEPT:
                 continue
-            # Noise hid a change from one step to the next, which then is the onset.
-            jumped = self._levels.steps_since_jump(ranks[0], size)
-            if jumped is None:
-                rise = self._levels.assume_creep(unit.ranks, size)
+            rise = self._levels.assume_since_first(unit.ranks, size, ranks[0])
+            if rise.creeps:
                 yield self._activate(unit, "creeps", self._levels, rise, steps)
             else:
-                rise = self._levels.assume(unit.ranks, jumped, size)
+                jumped = self._levels.pushed - rise.since
                 yield self._activate(unit, "steady", self._levels, rise, jumped)
 
     def _activate(
@@ -476,10 +474,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         return f"{unit.subject(self.generation)} is as fast as its peers again."
 
     def measure_again(self, reported: ReportedStraggler) -> None:
-        if reported.way == "creeps":
-            reported.levels.grow(reported.rise)
-        else:
-            reported.levels.correct(reported.rise)
+        reported.levels.correct(reported.rise)
 
     def slowdown(self, reported: ReportedStraggler) -> float:
         return math.exp(reported.rise.size)
