@@ -15,15 +15,12 @@ reported instead (`mismatch`).
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from paceline_server.detect.causes.catalog import (
-    ENDED_EARLY,
     OUT_OF_MEMORY,
-    PROCESS_GONE,
     STOPPED_ON_REQUEST,
 )
 from paceline_server.detect.contract import Detector
@@ -35,42 +32,35 @@ from paceline_server.detect.kinds import FAILURE, HANG, Kind
 from paceline_server.detect.observation import (
     Generation,
     Observation,
-    ReportedDeviceEvent,
     ReportedExit,
 )
+from paceline_server.detect.rank_exit.ending import (
+    SENT_SIGNALS,
+    cause_of,
+    ending,
+    has_aborted_itself,
+    has_mismatch,
+    is_cause,
+    is_unknown,
+    predicate,
+    way_of_end,
+    without_numbers,
+)
 from paceline_server.detect.rank_exit.mismatch import mismatched_collective
+from paceline_server.detect.rank_exit.out_of_memory import OomKills, memory_evidence
 from paceline_server.detect.rank_exit.raised_error import (
-    LOADER_WORKERS,
     abort_line,
-    aborted_by_itself,
     error_line,
-    is_consequence,
-    names_device_error,
-    names_mismatch,
     names_timeout,
-    raised_by_itself,
 )
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.rank_list import ranks_text
-from paceline_server.detect.telemetry import MetricSeries
 from paceline_server.policy import Policy
-from paceline_wire import metric_names
-from paceline_wire.batch import RankExited
 
-_OUT_OF_MEMORY = re.compile(r"out of memory|memoryerror|cannot allocate memory", re.IGNORECASE)
-_MAX_QUOTE_LENGTH = 200
 _RECORDS_ARRIVE_NS = 5_000_000_000
 _COMPARED_CHARACTERS = 64  # ranks publish less of a reason than of an error
-_KILLED = re.compile(r"Killed process (\d+)\b")
-KILLS = metric_names.RANK_KERNEL_EVENTS_TOTAL
-KERNEL_LOG_READ = metric_names.KERNEL_LOG_LOST_TOTAL  # sent with each sweep of the log
-_LOG_IS_READ_NS = 5_000_000_000
-_MAX_KILLS_STORED = 64
 _TOGETHER_NS = 1_000_000_000
 _POLL_NS = 300_000_000  # agents find the end of an external rank four times a second
-_KILL_BEFORE_EXIT_NS = 30_000_000_000  # tearing down a large process takes time
-# Signals that other programs send. All others are errors of the process itself.
-_SENT_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _ALL_KILLED_ADVICE = (
     "Something outside the training ended the whole job: look for a time limit or preemption of "
     "the scheduler, or a person."
@@ -100,7 +90,7 @@ class ExitDetector(Detector):
         self._drained: dict[int, ReportedExit] = {}  # stopped by their agents on request
         self._reported_all = False
         self._reported_drained: list[int] = []
-        self._kills: list[ReportedDeviceEvent] = []  # kills by the OOM killer
+        self._oom_kills = OomKills()
         self._is_out_of_memory = False  # whether the reported cause is out of memory
         self._mismatch_until_ns = 0  # until then records may show which rank a mismatch is due to
 
@@ -109,11 +99,8 @@ class ExitDetector(Detector):
             self._watch_joining(observation)
         for reported in observation.exits:
             self._add(reported, observation)
-        kills = [
-            reported for reported in observation.device_events if reported.event.kind == "oom_kill"
-        ]
-        self._kills = [*self._kills, *kills][-_MAX_KILLS_STORED:]
-        if self._drained and not any(map(_is_cause, self._abnormal.values())):
+        self._oom_kills.add(observation)
+        if self._drained and not any(map(is_cause, self._abnormal.values())):
             return self._stopped_on_request(observation)
         if not self._abnormal:
             return []
@@ -130,7 +117,7 @@ class ExitDetector(Detector):
         culprit = early or first
         if culprit.event.rank == self._reported_rank:
             return self._newly_explained(culprit, observation)
-        if self._reported_rank is not None and culprit is first and not _is_cause(first):
+        if self._reported_rank is not None and culprit is first and not is_cause(first):
             return []  # a later consequence with an earlier timestamp changes nothing
         self._reported_rank = culprit.event.rank
         return [self._failure(culprit, observation)]
@@ -162,8 +149,8 @@ class ExitDetector(Detector):
 
     def _order_of_blame(self, reported: ReportedExit) -> tuple[int, bool, int, int]:
         event = reported.event
-        certainty = 2 if _is_cause(reported) else 1 if _has_aborted_itself(reported) else 0
-        was_victim = _is_unknown(event) and event.rank in self._waiting_ranks
+        certainty = 2 if is_cause(reported) else 1 if has_aborted_itself(reported) else 0
+        was_victim = is_unknown(event) and event.rank in self._waiting_ranks
         return -certainty, was_victim, reported.time_ns, event.rank
 
     def _exited_early(self, first: ReportedExit, observation: Observation) -> ReportedExit | None:
@@ -176,14 +163,14 @@ class ExitDetector(Detector):
         early = [exited for exited in self._finished.values() if exited.time_ns <= before_ns]
         if not early or 2 * len(early) > self.generation.topology.world_size:
             return None
-        if _is_cause(first) or not self._is_victim(first, observation):
+        if is_cause(first) or not self._is_victim(first, observation):
             return None
         return min(early, key=lambda exited: (exited.time_ns, exited.event.rank))
 
     def _is_victim(self, reported: ReportedExit, observation: Observation) -> bool:
         """Return whether the rank is known to have failed in a communication."""
         rank = reported.event.rank
-        if not _is_unknown(reported.event) or rank in self._waiting_ranks:
+        if not is_unknown(reported.event) or rank in self._waiting_ranks:
             return True
         return _has_raised(rank, observation)
 
@@ -192,7 +179,7 @@ class ExitDetector(Detector):
         return sorted(
             rank
             for rank, other in self._abnormal.items()
-            if _way_of_end(other.event) == _way_of_end(first.event)
+            if way_of_end(other.event) == way_of_end(first.event)
             and abs(other.time_ns - first.time_ns) <= _TOGETHER_NS
         )
 
@@ -203,11 +190,11 @@ class ExitDetector(Detector):
         A launcher reports how the first of its ranks ended, and not the others.
         """
         ranks = set(self._alike(first))
-        if first.event.signal in _SENT_SIGNALS:
+        if first.event.signal in SENT_SIGNALS:
             ranks |= {
                 rank
                 for rank, other in self._abnormal.items()
-                if _is_unknown(other.event)
+                if is_unknown(other.event)
                 and abs(other.time_ns - first.time_ns) <= _TOGETHER_NS
                 and not _has_raised(rank, observation)
             }
@@ -222,31 +209,31 @@ class ExitDetector(Detector):
         world_size, nodes = self.generation.topology.world_size, self.generation.nodes
         if len(self._abnormal.keys() | self._finished.keys()) < world_size:
             return False
-        if _has_mismatch(first):
+        if has_mismatch(first):
             return False
         alike = set(self._alike(first))
         if len(alike) < 2 or {nodes.get(rank) for rank in alike} != set(nodes.values()):
             return False
-        if _is_unknown(first.event):
+        if is_unknown(first.event):
             return len({nodes.get(rank) for rank in alike - self._waiting_ranks}) != 1
         others = [other for rank, other in self._abnormal.items() if rank not in alike]
         return (
             2 * len(self._alike_or_unknown(first, observation)) >= world_size
-            and not any(map(_is_cause, others))
-            and self._killed_for_memory(first, observation) is None
+            and not any(map(is_cause, others))
+            and self._oom_kills.find(first, observation) is None
         )
 
     def _ended_together(self, culprit: ReportedExit) -> list[int]:
         """Return the ranks that ended with the culprit: a launcher ends all ranks of a node at
         once."""
         event = culprit.event
-        if not _is_unknown(event):
+        if not is_unknown(event):
             return [event.rank]
         return sorted(
             rank
             for rank, other in self._abnormal.items()
             if other.node == culprit.node
-            and _is_unknown(other.event)
+            and is_unknown(other.event)
             and abs(other.time_ns - culprit.time_ns) <= _TOGETHER_NS
             and (rank in self._waiting_ranks) == (event.rank in self._waiting_ranks)
         )
@@ -254,10 +241,10 @@ class ExitDetector(Detector):
     def _may_still_be_explained(self, first: ReportedExit, observation: Observation) -> bool:
         """Return whether a message about the true cause may still arrive."""
         settings = self.settings
-        if _is_cause(first) and all(each.event.renewable for each in self._abnormal.values()):
+        if is_cause(first) and all(each.event.renewable for each in self._abnormal.values()):
             return False  # the other ranks wait; what explains the exit may be added later
-        if _is_cause(first):
-            if self._awaits_kernel_log(first, observation):
+        if is_cause(first):
+            if self._oom_kills.may_arrive(first, observation, settings.kernel_log_seconds):
                 return True
             if observation.now_ns < first.received_ns + int(settings.moment_seconds * 1e9):
                 return True
@@ -270,22 +257,6 @@ class ExitDetector(Detector):
             for node in self.generation.nodes.values()
         )
 
-    def _awaits_kernel_log(self, culprit: ReportedExit, observation: Observation) -> bool:
-        """Return whether the agent reads the kernel log but has not yet sent the second of the
-        exit."""
-        event = culprit.event
-        if (
-            event.signal != signal.SIGKILL
-            or self._killed_for_memory(culprit, observation) is not None
-        ):
-            return False
-        wait_ns = int(self.settings.kernel_log_seconds * 1e9)
-        read = observation.telemetry.find(culprit.node, KERNEL_LOG_READ)
-        if read is None or observation.now_ns >= culprit.received_ns + wait_ns:
-            return False
-        read_ns = read.latest_ns() or 0.0
-        return culprit.time_ns - _LOG_IS_READ_NS < read_ns < culprit.time_ns
-
     def _newly_explained(self, culprit: ReportedExit, observation: Observation) -> list[Finding]:
         """Report the exit again if something that arrives later explains it: the kernel log, which
         is read once a second, or the records of the other ranks."""
@@ -295,53 +266,34 @@ class ExitDetector(Detector):
                 return []
             self._mismatch_until_ns = 0
             return [self._mismatch(culprit, verdict, observation)]
-        if self._is_out_of_memory or self._killed_for_memory(culprit, observation) is None:
+        if self._is_out_of_memory or self._oom_kills.find(culprit, observation) is None:
             return []
         return [self._failure(culprit, observation)]
 
-    def _killed_for_memory(
-        self, culprit: ReportedExit, observation: Observation
-    ) -> Evidence | None:
-        """Return evidence that the OOM killer ended this process, or a worker of it."""
-        event, job = culprit.event, self.generation.job
-        for kill in self._kills:
-            if kill.node == culprit.node and _concerns(kill.event.detail, event):
-                text = f"kernel log of {kill.node}: {kill.event.detail[:_MAX_QUOTE_LENGTH]}"
-                return Evidence(text, KILLS)
-        if event.signal != signal.SIGKILL:
-            return None
-        labels = {"job": job, "rank": str(event.rank), "kind": "oom_kill"}
-        series = observation.telemetry.find(culprit.node, KILLS, **labels)
-        since_ns = culprit.time_ns - _KILL_BEFORE_EXIT_NS
-        if series is None or (kills := _increase_since(series, since_ns)) <= 0:
-            return None
-        text = f"the OOM killer of {culprit.node} killed rank {event.rank}"
-        return Evidence(text, KILLS, kills, 0.0)
-
     def _failure(self, culprit: ReportedExit, observation: Observation) -> Finding:
         event = culprit.event
-        if _has_mismatch(culprit):
+        if has_mismatch(culprit):
             verdict = mismatched_collective(event.rank, observation)
             if verdict is None:
                 self._mismatch_until_ns = observation.now_ns + _RECORDS_ARRIVE_NS
             return self._mismatch(culprit, verdict, observation)
-        killed = self._killed_for_memory(culprit, observation)
+        killed = self._oom_kills.find(culprit, observation)
         self._is_out_of_memory = killed is not None
-        cause = _cause(event) if killed is None else OUT_OF_MEMORY
+        cause = cause_of(event) if killed is None else OUT_OF_MEMORY
         quote = error_line(event.log_tail)
         evidence = [
             Evidence(
-                f"process {event.pid} of {self.generation.rank_text(event.rank)}: {_ending(event)}"
+                f"process {event.pid} of {self.generation.rank_text(event.rank)}: {ending(event)}"
             )
         ]
         if killed is not None:
             evidence.append(killed)
         if quote:
             evidence.append(Evidence(f"its log: {quote}"))
-        evidence += _memory_evidence(culprit, observation, is_sure=killed is not None)
+        evidence += memory_evidence(culprit, observation, is_sure=killed is not None)
         together = self._ended_together(culprit)
         rank = event.rank if len(together) == 1 else None
-        subject, how = self.generation.subject(event.rank), _predicate(cause)
+        subject, how = self.generation.subject(event.rank), predicate(cause)
         if rank is None:
             subject = f"R{ranks_text(together)[1:]} ({culprit.node})"
             evidence += _endings(together, observation)
@@ -359,7 +311,7 @@ class ExitDetector(Detector):
             is_timeout = names_timeout(abort_line(event.log_tail))
             first = "A collective timed out" if is_timeout else "Connections between ranks broke"
             first = f"{first} before any rank ended"
-            if _has_aborted_itself(culprit):
+            if has_aborted_itself(culprit):
                 first = f"R{ranks_text(lost)[1:]} aborted together"
             summary = f"{first}. {summary}"
         if late := self._late_ranks(culprit, observation):
@@ -400,7 +352,7 @@ class ExitDetector(Detector):
         return self.finding(
             "failure:exit",
             cause=MISMATCH if verdict is None else verdict.cause,
-            summary=f"{what}. {self.generation.subject(event.rank)} was {_ending(event)}.",
+            summary=f"{what}. {self.generation.subject(event.rank)} was {ending(event)}.",
             now_ns=observation.now_ns,
             rank=ranks[0] if is_one else None,
             ranks=[] if is_one else ranks,
@@ -416,7 +368,7 @@ class ExitDetector(Detector):
     def _late_ranks(self, culprit: ReportedExit, observation: Observation) -> list[int]:
         """Return the ranks that had not called `init_process_group` when it failed on this one."""
         rank = culprit.event.rank
-        if rank not in self._joining or _is_cause(culprit):
+        if rank not in self._joining or is_cause(culprit):
             return []
         return sorted(r for r, live in observation.ranks.items() if status_of(live) == "loading")
 
@@ -427,31 +379,31 @@ class ExitDetector(Detector):
         is known to have noticed, the ranks that ended in an unknown way belong to them. A rank that
         aborted itself is to blame, unless several did so at once.
         """
-        if _is_unknown(culprit.event) or _is_cause(culprit):
+        if is_unknown(culprit.event) or is_cause(culprit):
             return []
-        if _has_aborted_itself(culprit):
+        if has_aborted_itself(culprit):
             aborted = self._alike(culprit)
             return aborted if len(aborted) > 1 else []
-        consequences = {r: other for r, other in self._abnormal.items() if not _is_cause(other)}
-        lost = sorted(r for r, other in consequences.items() if not _is_unknown(other.event))
+        consequences = {r: other for r, other in self._abnormal.items() if not is_cause(other)}
+        lost = sorted(r for r, other in consequences.items() if not is_unknown(other.event))
         lost = lost if len(lost) > 1 else sorted(consequences)
         return lost if len(lost) > 1 else []
 
     def _failure_of_all(self, first: ReportedExit, observation: Observation) -> Finding:
         """Return a finding that blames no rank and no node."""
-        ranks, cause = self._alike_or_unknown(first, observation), _cause(first.event)
-        causes = {_without_numbers(_cause(self._abnormal[rank].event)) for rank in ranks}
+        ranks, cause = self._alike_or_unknown(first, observation), cause_of(first.event)
+        causes = {without_numbers(cause_of(self._abnormal[rank].event)) for rank in ranks}
         if first.event.signal is not None and len(causes) > 1:
-            cause = _ending(first.event)
+            cause = ending(first.event)
         is_all = len(ranks) == self.generation.topology.world_size
         subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"
-        was_sent = first.event.signal in _SENT_SIGNALS
+        was_sent = first.event.signal in SENT_SIGNALS
         when = " at once" if first.event.exit_code is None else ""
         nobody = "all ranks ended within a second on every node: none of them ended the others"
         return self.finding(
             "failure:exit",
             cause=cause,
-            summary=f"{subject} {_predicate(cause, is_plural=True)}{when}.",
+            summary=f"{subject} {predicate(cause, is_plural=True)}{when}.",
             now_ns=observation.now_ns,
             ranks=ranks,
             can_checkpoint=False,
@@ -503,8 +455,8 @@ class ExitDetector(Detector):
         if is_explained or HANG.name not in observation.active_kinds:
             return None
         event = culprit.event
-        was_killed = event.signal in _SENT_SIGNALS or _is_unknown(event)
-        return HANG.name if was_killed or not _is_cause(culprit) else None
+        was_killed = event.signal in SENT_SIGNALS or is_unknown(event)
+        return HANG.name if was_killed or not is_cause(culprit) else None
 
 
 def _endings(ranks: Sequence[int], observation: Observation) -> Iterator[Evidence]:
@@ -520,19 +472,6 @@ def _endings(ranks: Sequence[int], observation: Observation) -> Iterator[Evidenc
         yield Evidence(f"{ranks_text(group)} {how} in step {step}")
 
 
-def _predicate(cause: str, *, is_plural: bool = False) -> str:
-    """Return the predicate of a sentence, such as `was killed by SIGKILL`."""
-    if cause.startswith("killed by "):
-        return f"{'were' if is_plural else 'was'} {cause}"
-    if cause == ENDED_EARLY:
-        return "exited with code 0 before the other ranks finished"
-    if cause == OUT_OF_MEMORY:
-        return "ran out of memory"
-    if cause == PROCESS_GONE:
-        return "ended with unknown exit code"
-    return f"exited with {cause.removeprefix('exit ')}"
-
-
 def _failed_save(error: str, rank: int, observation: Observation) -> str:
     """Return why the rank's last checkpoint failed, if this error is the reason; else empty."""
     live = observation.ranks.get(rank)
@@ -545,115 +484,3 @@ def _has_raised(rank: int, observation: Observation) -> bool:
     """Return whether the rank's state page shows that it raised an error."""
     live = observation.ranks.get(rank)
     return live is not None and live.state is not None and live.state.view.status == "failed"
-
-
-def _is_unknown(event: RankExited) -> bool:
-    """Return whether the exit status is unknown: another program started the process."""
-    return event.exit_code is None and event.signal is None
-
-
-def _is_cause(reported: ReportedExit) -> bool:
-    """Return whether the exit is not the consequence of another one.
-
-    A broken connection causes no signal except SIGABRT, with which torch aborts itself. It also
-    does that after an error of the device or of the script, which the log names.
-    """
-    event = reported.event
-    if _is_unknown(event):
-        return False
-    if event.signal == signal.SIGABRT:
-        return names_device_error(event.log_tail) or raised_by_itself(event.log_tail)
-    return event.signal is not None or not is_consequence(event.log_tail)
-
-
-def _has_aborted_itself(reported: ReportedExit) -> bool:
-    """Return whether the process aborted itself, and no log shows that it lost a connection."""
-    event = reported.event
-    return event.signal == signal.SIGABRT and aborted_by_itself(event.log_tail)
-
-
-def _has_mismatch(reported: ReportedExit) -> bool:
-    """Return whether gloo aborted the rank because ranks entered different collectives."""
-    return reported.event.signal == signal.SIGABRT and names_mismatch(reported.event.log_tail)
-
-
-def _way_of_end(event: RankExited) -> tuple[object, ...]:
-    """Return a key that is equal for ranks that ended in the same way.
-
-    Numbers in errors are ignored.
-    """
-    error = error_line(event.log_tail) if event.exit_code is not None else ""
-    is_device = names_device_error(event.log_tail)
-    return event.exit_code, event.signal, is_device, _without_numbers(error)
-
-
-def _without_numbers(text: str) -> str:
-    return re.sub(r"\d+", "", text)
-
-
-def _ending(event: RankExited) -> str:
-    """Return how the process ended, without the error because of which it aborted itself."""
-    if event.exit_code == 0:
-        return "exit code 0"
-    if event.signal is not None:
-        return f"killed by {signal_name(event.signal)}"
-    return _cause(event)
-
-
-def _cause(event: RankExited) -> str:
-    if event.signal is not None:
-        quote = abort_line(event.log_tail) if event.signal == signal.SIGABRT else ""
-        return f"killed by {signal_name(event.signal)}" + (f": {quote}" if quote else "")
-    if _OUT_OF_MEMORY.search(event.log_tail):
-        return OUT_OF_MEMORY
-    if event.exit_code is None:
-        return PROCESS_GONE
-    if event.exit_code == 0:
-        return ENDED_EARLY
-    quote = error_line(event.log_tail)
-    return f"exit code {event.exit_code}" + (f": {quote}" if quote else "")
-
-
-def signal_name(number: int) -> str:
-    """Return `SIGKILL`, or `signal 99` for a number that this system does not define."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _concerns(kill: str, event: RankExited) -> bool:
-    """Return whether the killed process is the rank, or a data loader worker named at the end of
-    its log."""
-    if event.signal == signal.SIGKILL and f"[rank {event.rank} of {event.job}]" in kill:
-        return True
-    found = _KILLED.search(kill)
-    if found is None:
-        return False
-    if event.signal == signal.SIGKILL:
-        return int(found[1]) == event.pid
-    return any(
-        found[1] in named[1].split(", ") for named in LOADER_WORKERS.finditer(event.log_tail)
-    )
-
-
-def _increase_since(series: MetricSeries, since_ns: int) -> float:
-    """Return the increase of a counter; a series that starts later starts at zero."""
-    before = [value for at, value in series.points if at < since_ns]
-    return (series.latest() or 0.0) - (before[-1] if before else 0.0)
-
-
-def _memory_evidence(
-    culprit: ReportedExit, observation: Observation, *, is_sure: bool
-) -> list[Evidence]:
-    """Return whether host memory was nearly exhausted when SIGKILL ended the rank."""
-    if culprit.event.signal != signal.SIGKILL:
-        return []
-    name = metric_names.MEMORY_MEMAVAILABLE_BYTES
-    free = observation.telemetry.latest(culprit.node, name)
-    total = observation.telemetry.latest(culprit.node, metric_names.MEMORY_MEMTOTAL_BYTES)
-    if free is None or not total or free >= 0.05 * total:
-        return []
-    text = f"{culprit.node} had only {free / 2**20:,.0f} MiB of memory free"
-    text += "" if is_sure else ": the OOM killer may have killed it"
-    return [Evidence(text, name, free, total)]
