@@ -140,6 +140,43 @@ def test_the_text_of_an_exit_is_reported_and_printed_as_without_paceline(tmp_pat
     assert ending == Ending(1, None, "SystemExit: config mismatch: vocab 50257 != 50304\n")
 
 
+def run_child(ending: str, method: str, directory: Path) -> None:
+    """Run a rank that ends in this way as a child of multiprocessing."""
+    (directory / "train.py").write_text(
+        f"""
+import os, paceline
+def train():
+    paceline.init()
+    for _ in paceline.steps([0]):
+        pass
+    {ending}
+"""
+    )
+    run(
+        f"""
+import multiprocessing, sys
+sys.path.insert(0, {str(directory)!r})
+import train
+rank = multiprocessing.get_context({method!r}).Process(target=train.train)
+rank.start()
+rank.join()
+""",
+        directory,
+    )
+
+
+def test_an_exit_with_a_number_reports_the_error_that_was_handled(tmp_path: Path) -> None:
+    """`torch.multiprocessing.spawn` ends a rank this way after an error."""
+    handled = (
+        "import sys\n    try: raise ValueError('diverged')\n    except ValueError: sys.exit(3)"
+    )
+    run_child(handled, "spawn", tmp_path)
+    ending = read_ending(tmp_path / RING, os.getuid())
+    assert ending is not None
+    assert ending.exit_code == 3
+    assert ending.error.rstrip().splitlines()[-1] == "ValueError: diverged"
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize(
     ("ending", "status"),
@@ -155,27 +192,7 @@ def test_the_page_shows_how_a_child_of_multiprocessing_ended(
     tmp_path: Path, method: str, ending: str, status: str
 ) -> None:
     """torch.multiprocessing and notebooks start ranks this way."""
-    (tmp_path / "train.py").write_text(
-        f"""
-import os, paceline
-def train():
-    paceline.init()
-    for _ in paceline.steps([0]):
-        pass
-    {ending}
-"""
-    )
-    run(
-        f"""
-import multiprocessing, sys
-sys.path.insert(0, {str(tmp_path)!r})
-import train
-rank = multiprocessing.get_context({method!r}).Process(target=train.train)
-rank.start()
-rank.join()
-""",
-        tmp_path,
-    )
+    run_child(ending, method, tmp_path)
     assert RingReader(tmp_path / RING).view().status == status
 
 

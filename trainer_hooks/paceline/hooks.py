@@ -911,12 +911,18 @@ def finish() -> None:
 
 
 def fail(error: BaseException) -> None:
-    """End recording: this exception ended the training. The agent reports its traceback."""
+    """End recording: this exception ended the training. The agent reports its traceback.
+
+    Of an exit with a bare number (`except Exception: sys.exit(1)`, as in
+    `torch.multiprocessing.spawn`) that of the handled error.
+    """
     session = _session
     if session is None:
         return
     session.guard(session.end, Status.FAILED)
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    code = 1
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        code, error = error.code, error.__context__ or error
     text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
     session.guard(write_ending, session.recorder.ring.path, Ending(code & 0xFF, None, text))
     _stop()
