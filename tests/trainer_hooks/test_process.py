@@ -122,6 +122,8 @@ def test_a_second_init_changes_nothing(tmp_path: Path) -> None:
         ("paceline.finish()", "finished"),
         ("raise SystemExit(3)", "finished"),
         ("raise SystemExit('config mismatch')", "failed"),
+        ("import sys; sys.exit(3)", "failed"),
+        ("import sys; sys.exit()", "finished"),
         ("raise ValueError('diverged')", "failed"),
         ("import sys; print('a warning', file=sys.stderr)", "finished"),
         ("import os; os._exit(1)", "running"),
@@ -138,6 +140,21 @@ def test_the_text_of_an_exit_is_reported_and_printed_as_without_paceline(tmp_pat
     assert finished.stderr.endswith("config mismatch: vocab 50257 != 50304\n")
     ending = read_ending(tmp_path / RING, os.getuid())
     assert ending == Ending(1, None, "SystemExit: config mismatch: vocab 50257 != 50304\n")
+
+
+def test_the_error_is_reported_that_was_handled_when_the_script_exited(tmp_path: Path) -> None:
+    handled = "import sys\ntry: raise OSError('disk gone')\nexcept OSError: sys.exit(4)"
+    assert run(LOOP + handled, tmp_path).returncode == 4
+    ending = read_ending(tmp_path / RING, os.getuid())
+    assert ending is not None
+    assert ending.exit_code == 4
+    assert ending.error.rstrip().splitlines()[-1] == "OSError: disk gone"
+
+
+def test_an_exit_that_the_script_catches_to_train_on_is_no_end(tmp_path: Path) -> None:
+    caught = "import sys\ntry: sys.exit(4)\nexcept SystemExit: pass\n"
+    assert run(LOOP + caught + "list(paceline.steps([0]))", tmp_path).returncode == 0
+    assert RingReader(tmp_path / RING).view().status == "finished"
 
 
 def run_child(ending: str, method: str, directory: Path) -> None:

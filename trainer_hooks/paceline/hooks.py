@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import traceback
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -44,6 +43,7 @@ from paceline.recorder import Recorder
 from paceline.schedules import ScheduleRecognizer
 from paceline.sections import INERT
 from paceline.session import OPTIMIZER, Session, log_once
+from paceline.system_exit import ending_of
 from paceline.topology import TopologyRecognizer
 from paceline.writer.interface import Timed
 from paceline_autostart.variable import ON, asked
@@ -66,8 +66,6 @@ from paceline_wire.topology import Topology
 
 Loader = TypeVar("Loader", bound=Iterable[Any])
 P = ParamSpec("P")
-
-FRAMES_OF_AN_ERROR = 10  # the innermost ones
 
 
 def _nothing(*_: object) -> None:
@@ -911,20 +909,16 @@ def finish() -> None:
 
 
 def fail(error: BaseException) -> None:
-    """End recording: this exception ended the training. The agent reports its traceback.
+    """End recording: this exception ended the training. The agent reports its traceback."""
+    _fail(ending_of(error))
 
-    Of an exit with a bare number (`except Exception: sys.exit(1)`, as in
-    `torch.multiprocessing.spawn`) that of the handled error.
-    """
+
+def _fail(ending: Ending) -> None:
     session = _session
     if session is None:
         return
     session.guard(session.end, Status.FAILED)
-    code = 1
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        code, error = error.code, error.__context__ or error
-    text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
-    session.guard(write_ending, session.recorder.ring.path, Ending(code & 0xFF, None, text))
+    session.guard(write_ending, session.recorder.ring.path, ending)
     _stop()
 
 
@@ -937,12 +931,7 @@ def stopping() -> None:
 
 def terminated(signal: int) -> None:
     """End recording: the script stops because this signal arrived, with an exit code of its own."""
-    session = _session
-    if session is None:
-        return
-    session.guard(session.end, Status.FAILED)
-    session.guard(write_ending, session.recorder.ring.path, Ending(None, signal))
-    _stop()
+    _fail(Ending(None, signal))
 
 
 def _stop() -> None:
@@ -962,14 +951,14 @@ def _at_exit() -> None:
 
     A child of multiprocessing runs no atexit; there the exception is still being handled.
     """
-    error = sys.exc_info()[1]
+    error, ending = sys.exc_info()[1], None
     if not hasattr(sys, "ps1"):  # in an interactive shell the last error ended nothing
         error = getattr(sys, "last_value", error)
-        if error is None and _session is not None and (text := _session.exit_text()):
-            error = SystemExit(text)
-    ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
-    if error is not None and not ended_well:
-        fail(error)
+        ending = None if error is not None or _session is None else _session.exit_ending()
+    if error is not None and not (isinstance(error, SystemExit) and not error.code):
+        ending = ending_of(error)
+    if ending is not None:
+        _fail(ending)
     finish()
 
 

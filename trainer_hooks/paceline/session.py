@@ -23,7 +23,6 @@ from paceline.device import (
     DeviceTimer,
     DeviceTransfer,
 )
-from paceline.exit_text import ExitText
 from paceline.flops import COUNTED_STEP, FlopCount
 from paceline.loop import Loop
 from paceline.memory import MemoryMeter, measured_after, write_value
@@ -31,11 +30,13 @@ from paceline.recognition import Recognition
 from paceline.recorder import Recorder
 from paceline.saves import Saves
 from paceline.sections import INERT, OtherThreadSection, StatusSection, Transfer
+from paceline.system_exit import SystemExitWatch
 from paceline.torch_events import CheckpointSections, TorchEvents
 from paceline.updates import UpdateProbe
 from paceline.writer import Pipelining, Section
 from paceline.writer.interface import Timed
 from paceline_wire.coverage import NOT_RECORDED, RECORDER
+from paceline_wire.ending import Ending
 from paceline_wire.metadata import CHECKPOINT_PATH, REPLICA_MISMATCH, ROLL_BACK, TOTAL_STEPS
 from paceline_wire.ring import (
     DEFINITIONS_BYTES,
@@ -90,7 +91,7 @@ class Session:
         self.backward_phase = Section(recorder, Op.BACKWARD)
         self.recognition = Recognition(self)
         self.steps_ended = 0
-        self._exit_text: ExitText | None = None
+        self._exit: SystemExitWatch | None = None
         self._events: TorchEvents | None = None  # set while torch is watched
         self.marks_evaluations = False  # an adapter times each of them: none is recognized
         self.created = 0  # sections and actions
@@ -241,17 +242,17 @@ class Session:
             self.recognition.probe = None
 
     def watch_exit(self) -> None:
-        """Keep the text of a `SystemExit` from now on."""
-        self._exit_text = ExitText(sys.stderr)
+        """Keep the `SystemExit` that ends the process from now on."""
+        self._exit = SystemExitWatch(sys.stderr, self.loop.completed_steps)
 
     def unwatch_exit(self) -> None:
-        if self._exit_text is not None:
-            self._exit_text.stop()
-            self._exit_text = None
+        if self._exit is not None:
+            self._exit.stop()
+            self._exit = None
 
-    def exit_text(self) -> str:
-        """Return the text of the `SystemExit` that ends the process; empty without one."""
-        return "" if self._exit_text is None else self._exit_text.text
+    def exit_ending(self) -> Ending | None:
+        """Return how a `SystemExit` ends the process; None if none does, or with the code 0."""
+        return None if self._exit is None else self._exit.ending
 
     def watch_optimizers(self) -> None:
         """Report optimizer steps from now on; not from inside of one. Without it, they are reported

@@ -181,6 +181,7 @@ def test_ranks_that_a_signal_asked_to_end_may_take_longer_if_all_received_it():
     make_all_wait_for(stuck, 2)
     stuck.status = "stopping"
     stuck.inside(2, Op.FORWARD)
+    assert stuck.wait(14) == []
     (found,) = stuck.wait(15)
     assert found.rank == 2
     assert " received a signal to end, is hung and blocks the job: it is stuck " in found.summary

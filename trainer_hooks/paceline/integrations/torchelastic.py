@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,8 +28,8 @@ from typing import Any
 from msgspec.structs import replace as replace_fields
 
 from paceline.environment import RankEnvironment, identify, locate_rank, read_rank_environment
-from paceline.hooks import FRAMES_OF_AN_ERROR
 from paceline.integrations.boundaries import never_raises
+from paceline.system_exit import ending_of
 from paceline.wrapping import replace
 from paceline_wire.ending import Ending, write_ending
 from paceline_wire.ring import (
@@ -191,7 +190,7 @@ class RankEnds:
             if local_rank in self._failures and rank.ring_path.exists():
                 if _is_reserved(rank):
                     set_status(rank.ring_path, Status.FAILED)
-                write_ending(rank.ring_path, ending_of(self._failures[local_rank]))
+                write_ending(rank.ring_path, _ending_of_failure(self._failures[local_rank]))
 
     @never_raises
     def report_unrecorded(self) -> None:
@@ -202,7 +201,7 @@ class RankEnds:
         for local_rank, rank in self._unrecorded.items():
             identity = _identity(self._context, local_rank, rank)
             if local_rank in self._failures:
-                write_ending(rank.ring_path, ending_of(self._failures[local_rank]))
+                write_ending(rank.ring_path, _ending_of_failure(self._failures[local_rank]))
             ring = create(rank.ring_path, identity, MINIMUM_CAPACITY)
             ring.state[STATE_STATUS] = Status.FAILED
             ring.close()
@@ -213,11 +212,10 @@ def report_error(error: BaseException) -> None:
     """Write the error that ends this rank, which has no ring, for torchrun's process to report."""
     rank = read_rank_environment()
     if rank is not None and (not rank.ring_path.exists() or _is_reserved(rank)):
-        text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
-        write_ending(rank.ring_path, Ending(1, None, text))
+        write_ending(rank.ring_path, ending_of(error))
 
 
-def ending_of(failure: Any) -> Ending:
+def _ending_of_failure(failure: Any) -> Ending:
     """Return how a rank ended from torch's `ProcessFailure`."""
     status = failure.exitcode
     message = failure.error_file_data.get("message")

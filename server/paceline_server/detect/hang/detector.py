@@ -276,11 +276,13 @@ class HangDetector(Detector):
     def _phase_limit_seconds(self, ranks: _ExpectedRanks, observation: Observation) -> float:
         """Return how long the phase may take without progress, independent of the culprit."""
         settings, policy, statuses = self.settings, self.policy, ranks.statuses
-        # A signal that only some ranks received leaves the others waiting for good.
         if "checkpointing" in statuses or statuses == {"stopping"}:
             return policy.hang_checkpoint_seconds
         if "failed" in statuses:  # its exit explains why the others wait
             return settings.ending_seconds
+        # Others may be blocked and have the signal, too. Without it they wait for good.
+        if "stopping" in statuses:
+            return settings.signaled_seconds
         if any(map(_is_gone, ranks.live)):
             return settings.gone_seconds
         never_seen = any(rank not in observation.ranks for rank in ranks.without_page)

@@ -27,6 +27,9 @@ class HangSettings:
     freshness_seconds: float = 2.5
     # A rank that raised an error may take this long to end: threads, workers, connections, memory.
     ending_seconds: float = 30.0
+    # Ranks of which some handle a signal to end may take this long: a person, a scheduler or a
+    # launcher is about to end them all.
+    signaled_seconds: float = 15.0
     # Multiple of the policy's `late_rank_seconds` if all ranks are in `init_process_group`: it may
     # connect thousands of them.
     joining_multiple: float = 2.0

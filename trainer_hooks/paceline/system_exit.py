@@ -1,0 +1,88 @@
+"""The `SystemExit` that ends the process.
+
+Python forgets the exception before anything at exit runs. Of one with a text the interpreter itself
+writes this to `sys.stderr`, so a write that no Python frame of the main thread calls is kept. One
+with a number comes from `sys.exit`, whose calls are watched: after an error that the script handles
+(`except Exception: sys.exit(1)`) that error is kept as text, and not its frames.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from threading import get_ident, main_thread
+from typing import Any, NoReturn
+
+from paceline_wire.ending import Ending
+
+FRAMES_OF_AN_ERROR = 10  # the innermost ones
+_UNRAISABLE = "Exception ignored"  # the interpreter writes these as well
+
+
+def ending_of(error: BaseException) -> Ending:
+    """Return how a process ends with this error.
+
+    Of an exit with a bare number, the error is the one that was being handled.
+    """
+    code = 1
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        code, error = error.code, error.__context__ or error
+    text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
+    return Ending(code & 0xFF, None, text)
+
+
+class SystemExitWatch:
+    """Watches `sys.exit` and a stream, the `sys.stderr` of that moment, until `stop`.
+
+    Args:
+        stream: where the interpreter writes the text.
+        completed_steps: how many steps the script has completed. If it trains on after `sys.exit`,
+            it has caught the `SystemExit`.
+    """
+
+    def __init__(self, stream: Any, completed_steps: Callable[[], int | None]) -> None:
+        """Start to watch. Raises AttributeError if the stream does not allow it."""
+        self._completed_steps = completed_steps
+        self._text = ""
+        self._exit: tuple[Ending, int | None] | None = None
+        self._stream = stream
+        self._write_stream, self._exit_python = stream.write, sys.exit
+        stream.write = self._write
+        sys.exit = self._sys_exit
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the process ends; None if no `SystemExit` with a text or another number than 0 does
+        that."""
+        if self._text and not self._text.startswith(_UNRAISABLE):
+            return ending_of(SystemExit(self._text))
+        if self._exit is not None and self._exit[1] == self._completed_steps():
+            return self._exit[0]
+        return None
+
+    def stop(self) -> None:
+        if self._stream.write == self._write:
+            self._stream.write = self._write_stream
+        if sys.exit == self._sys_exit:
+            sys.exit = self._exit_python
+
+    def _write(self, text: str) -> Any:
+        if sys._getframe().f_back is None and get_ident() == main_thread().ident:
+            self._text = self._text or text.strip()
+        return self._write_stream(text)
+
+    def _sys_exit(self, status: Any = None, /) -> NoReturn:
+        with suppress(Exception):
+            if get_ident() == main_thread().ident:  # in another thread it ends that one
+                self._exit = self._numbered(status)
+        self._exit_python(status)
+
+    def _numbered(self, status: Any) -> tuple[Ending, int | None] | None:
+        """Return how the process ends with this number, and after how many steps."""
+        if not isinstance(status, int) or not status:
+            return None
+        error = SystemExit(status)
+        error.__context__ = sys.exc_info()[1]
+        return ending_of(error), self._completed_steps()
