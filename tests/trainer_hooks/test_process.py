@@ -127,6 +127,7 @@ def test_a_second_init_changes_nothing(tmp_path: Path) -> None:
         ("raise ValueError('diverged')", "failed"),
         ("import sys; print('a warning', file=sys.stderr)", "finished"),
         ("import os; os._exit(1)", "running"),
+        ("import os\ntry: 1 / 0\nexcept ArithmeticError: os._exit(0)", "running"),
     ],
 )
 def test_the_page_shows_how_the_process_ended(tmp_path: Path, ending: str, status: str) -> None:
@@ -192,6 +193,23 @@ def test_an_exit_with_a_number_reports_the_error_that_was_handled(tmp_path: Path
     assert ending is not None
     assert ending.exit_code == 3
     assert ending.error.rstrip().splitlines()[-1] == "ValueError: diverged"
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "sys.excepthook = lambda *_: os._exit(7)\nraise ValueError('diverged')",
+        "try: raise ValueError('diverged')\nexcept ValueError: os._exit(7)",
+    ],
+)
+def test_an_error_is_reported_before_the_script_ends_the_process_at_once(
+    tmp_path: Path, ending: str
+) -> None:
+    assert run(LOOP + "import os, sys\n" + ending, tmp_path).returncode == 7
+    assert RingReader(tmp_path / RING).view().status == "failed"
+    ended = read_ending(tmp_path / RING, os.getuid())
+    assert ended is not None
+    assert ended.error.endswith("ValueError: diverged\n")
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

@@ -10,7 +10,6 @@ does nothing without one. The flow of a timed step:
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from _thread import get_ident
@@ -46,6 +45,7 @@ from paceline.session import OPTIMIZER, Session, log_once
 from paceline.system_exit import ending_of
 from paceline.topology import TopologyRecognizer
 from paceline.writer.interface import Timed
+from paceline_autostart.exits import before_exit
 from paceline_autostart.variable import ON, asked
 from paceline_wire.ending import Ending, ending_path, write_ending
 from paceline_wire.ring import (
@@ -968,5 +968,5 @@ def _in_child() -> None:
         session.detach()
 
 
-atexit.register(_at_exit)
+before_exit(_at_exit)
 os.register_at_fork(after_in_child=_in_child)

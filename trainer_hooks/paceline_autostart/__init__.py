@@ -20,7 +20,6 @@ started at its first optimizer step, or before that in `init_process_group`.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
@@ -28,6 +27,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from paceline_autostart.exits import before_exit
 from paceline_autostart.variable import OFF, ON, asked
 
 _WORLD_SIZE = 3  # position among the arguments of `init_process_group`
@@ -54,7 +54,7 @@ def _prepare(torch: Any) -> None:
 
     frameworks.watch()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, or a process that it started
-        atexit.register(_report_early_error)
+        before_exit(_report_early_error)
     optimizer = sys.modules["torch.optim.optimizer"]
     optimizer.register_optimizer_step_pre_hook(_before_optimizer_step)
     if torch.distributed.is_available():
@@ -103,7 +103,7 @@ def _before_optimizer_step(*_: Any) -> None:
 
 def _report_early_error() -> None:
     """Report an error that ends this rank before it was started. For the end of the process."""
-    error = getattr(sys, "last_value", None)
+    error = getattr(sys, "last_value", sys.exc_info()[1])
     if error is None or _started_in == os.getpid():
         return
     try:
