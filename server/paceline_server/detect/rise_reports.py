@@ -103,7 +103,7 @@ class RiseReports(ABC, Generic[Reported]):
                 return []
             return [cleared(before, self.recovery_text(reported), observation.now_ns, step)]
         if not reported.is_reported:
-            if not reported.lasts(ended_ns):
+            if not (reported.lasts(ended_ns) and reported.levels.agrees(reported.rise)):
                 return []
             if not self.is_certain(reported, ended_ns, observation):
                 return []

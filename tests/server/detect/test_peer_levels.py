@@ -48,3 +48,41 @@ def test_a_creep_over_hundreds_of_steps_lasts_until_it_is_over(seed):
             courses.append(found.follow(rise))
     assert set(courses[:-1]) == {"lasts"}
     assert (courses[-1], 400 + len(courses)) == ("over", 553)
+
+
+def risen(ranks: int, seed: int, size: float, until: int, steps: int) -> list[tuple[str, float]]:
+    """Return, by step, the course and the size of a rise of the first rank from step 80 on."""
+    chance = np.random.default_rng(seed)
+    found = PeerLevels(ranks, smallest=0.05, false_alarms=1e-6, resolution=0.004)
+    rise, courses = None, []
+    for step in range(steps):
+        row = chance.normal(0.0, size / 3.0, ranks)
+        row[0] += size if 80 <= step < until else 0.0
+        found.push(row)
+        if rise is None:
+            [rise] = [found.begin((0,), one.steps) for one in found.rises()] or [None]
+            courses.append(("none", 0.0))
+        elif courses[-1][0] != "over":
+            if step % 10 == 0:
+                found.correct(rise)
+            courses.append((found.follow(rise), rise.size))
+    return courses
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_few_of_widely_scattered_steps_end_or_reduce_no_rise(ranks, seed):
+    courses = risen(ranks, seed, SIZE, 300, 300)
+    first = next(step for step, (course, _) in enumerate(courses) if course != "none")
+    assert 80 < first < 125
+    assert {course for course, _ in courses[first:]} == {"lasts"}
+    sizes = [size for _, size in courses[first + 40 :]]
+    assert sizes == pytest.approx([SIZE] * len(sizes), rel=0.35)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_end_of_a_rise_of_widely_scattered_steps_is_found_soon(ranks, seed):
+    courses = risen(ranks, seed, SIZE, 200, 240)
+    assert courses[-1][0] == "over"
+    assert 200 < len(courses) < 230

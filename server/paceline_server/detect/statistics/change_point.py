@@ -34,6 +34,7 @@ NEWEST_APART = (3, *NEWEST)
 STEPS_BETWEEN_RENEWALS = 8
 CLIP_SIGMAS = 4.0  # values further out are clipped
 MAD_TO_SIGMA = 1.4826
+MEDIAN_VARIANCE = math.pi / 2.0  # variance of a median relative to a mean, for normal noise
 # A quantile of normal noise in sigmas: high enough to include bursts, low enough that one shift in
 # one of a few series does not count as noise.
 TAIL = 0.9
@@ -153,14 +154,13 @@ class ShiftMonitor:
             return []
         score, steps = self._scores(values, self._drift)
         if self._drift and not self._is_sure(score, certainty).any():
-            # A step change that was not found immediately must not count as drift: if the means
-            # scatter only because of it, there is no drift.
+            # A step change that was not found immediately must not count as drift: only the scatter
+            # of means that is left without it does.
             unhindered, places = self._scores(values, 0.0)
             surest = int(unhindered.argmax())
             if self._is_sure(unhindered, certainty)[surest]:
                 flat = self._without_step(values, surest, int(places[surest]))
-                if not self._scatter_of_means(flat):
-                    score, steps = unhindered, places
+                score, steps = self._scores(values, self._scatter_of_means(flat))
         suspects = np.flatnonzero(self._is_sure(score, certainty))
         found = []
         for series in suspects.tolist():
@@ -178,6 +178,13 @@ class ShiftMonitor:
         counts = np.maximum((~np.isnan(values[-steps:])).sum(axis=0), 1)
         error = np.sqrt(self._sigma[columns] ** 2 / counts + self._drift**2)
         return after - before, (after - before) / error
+
+    def error_of_level(self, series: Sequence[int], steps: int) -> float:
+        """Return the standard error of `level`, from the scatter before these steps."""
+        sigma = float(np.median(self._sigma[list(series)]))
+        return math.sqrt(
+            sigma**2 * MEDIAN_VARIANCE / steps + self._scatter_of_means(self.values[:-steps]) ** 2
+        )
 
     def _is_sure(self, score: Floats, certainty: float) -> Bools:
         sure: Bools = score >= certainty * self.needed * self._doubt

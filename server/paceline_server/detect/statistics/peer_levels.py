@@ -18,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.statistics.change_point import (
+    AGREEING,
     KEPT,
+    MEDIAN_VARIANCE,
     NEWEST,
     PAST,
     STEPS_BETWEEN_RENEWALS,
@@ -31,16 +33,16 @@ from paceline_server.steps.peers import medians_of_others
 Floats = npt.NDArray[np.float64]
 
 USUAL_STEPS = 64
-FOLLOWED_STEPS = 5  # newest steps from which the progress of a rise is judged
-CORRECTED_STEPS = 64  # steps from which the size of a rise is corrected
+FOLLOWED_STEPS = 5  # newest steps from which the progress of a rise is judged ...
+CORRECTED_STEPS = 64  # ... or up to these if they scatter; its size is corrected from these
+FALL_ERRORS = 4.0  # standard errors from which a fall is not due to chance ...
+LEFT_ERRORS = 2.0  # ... and from which a part of the rise is left
 FIRST_STEPS = 32  # first steps of the generation: the reference for slow change
 # A series rose together with another one if it shows this share of the rise, with this score.
 JOINING_SHARE = 0.5
 JOINING_SCORE = 2.5
 
 POSSIBLE = 0.5  # share of the needed score from which a rise is possible
-
-MEDIAN_VARIANCE = math.pi / 2.0  # variance of a median relative to a mean, for normal noise
 
 Course = Literal["lasts", "milder", "over"]
 
@@ -52,7 +54,8 @@ class Rise:
     series: tuple[int, ...]
     size: float
     before: float  # level before the rise
-    since: int  # number of steps pushed before it began
+    since: int  # number of steps pushed before it began ...
+    sized_since: int  # ... and before it had its present size
     creeps: bool = False  # it still grows, so that its size is that of the newest steps
 
 
@@ -242,13 +245,15 @@ class PeerLevels:
         """Explain a rise of a known size."""
         self._explain(series, steps, size)
         before = _middle(self._monitor.center[list(series)])
-        return Rise(series, size, before, self.pushed - steps)
+        since = self.pushed - steps
+        return Rise(series, size, before, since, since)
 
     def assume_creep(self, series: tuple[int, ...], size: float) -> Rise:
         """Explain a rise of a known size since the first steps, which still grows."""
         self._explain(series, FOLLOWED_STEPS, size)
         before = _middle(self._first[list(series)])
-        return Rise(series, size, before, self.pushed - FOLLOWED_STEPS, creeps=True)
+        since = self.pushed - FOLLOWED_STEPS
+        return Rise(series, size, before, since, since, creeps=True)
 
     def assume_since_first(self, series: tuple[int, ...], size: float, judged: int) -> Rise:
         """Explain a rise of a known size since the first steps.
@@ -264,30 +269,59 @@ class PeerLevels:
     def worsen(self, rise: Rise, steps: int) -> None:
         """Add the growth of a rise in the newest `steps` to its explained size."""
         sizes, _ = self._monitor.shift_at(rise.series, steps)
-        self._explain(rise.series, steps, _middle(sizes))
-        rise.size += _middle(sizes)
+        self._resize(rise, steps, _middle(sizes))
 
     def follow(self, rise: Rise) -> Course:
         """Return the progress of a rise, and reduce its explained size if it is smaller or over."""
-        steps = self.pushed - rise.since
-        left = rise.size + self._beyond(rise, min(steps, FOLLOWED_STEPS))
-        if steps <= NEWEST[0] or left >= rise.size / 2.0:
+        fallen = self._fallen(rise)
+        if fallen is None:
             return "lasts"
-        if left >= self._monitor.smallest:
-            self._explain(rise.series, NEWEST[0], left - rise.size)
-            rise.size = left
+        steps, left, error = fallen
+        # More than half of these steps have fallen.
+        if left >= max(self._monitor.smallest, LEFT_ERRORS * error):
+            self._resize(rise, steps // 2 + 1, left - rise.size)
             return "milder"
-        self._explain(rise.series, FOLLOWED_STEPS // 2 + 1, -rise.size)
+        self._explain(rise.series, steps // 2 + 1, -rise.size)
         return "over"
+
+    def _fallen(self, rise: Rise) -> tuple[int, float, float] | None:
+        """Return the least number of newest steps that show a fall to less than half of the rise,
+        what is left of it and its error; None if there are none, or chance explains it."""
+        lasted = self.pushed - rise.since
+        if lasted <= NEWEST[0]:
+            return None
+        most = min(lasted, CORRECTED_STEPS)
+        half = max(rise.size, self._monitor.smallest) / 2.0
+        for steps in (*(few for few in NEWEST if FOLLOWED_STEPS <= few < most), most):
+            left = rise.size + self._beyond(rise, steps)
+            if left < half:
+                error = self._monitor.error_of_level(rise.series, steps)
+                if steps == most or rise.size - left >= FALL_ERRORS * error:
+                    return steps, left, error
+        return None
+
+    def agrees(self, rise: Rise) -> bool:
+        """Return whether most steps since the onset of a rise show it."""
+        steps = min(self.pushed - rise.since, CORRECTED_STEPS)
+        levels = column_medians(self._monitor.values[-steps:, list(rise.series)].T)
+        known = levels[~np.isnan(levels)]
+        agreeing = int((known >= rise.before - rise.size / 2.0).sum())
+        return bool(known.size) and agreeing >= AGREEING * known.size
 
     def correct(self, rise: Rise) -> None:
         """Correct the size of a rise from the steps since its onset, of a creep from the newest."""
         if rise.creeps:
-            rise.since = self.pushed - FOLLOWED_STEPS
-        steps = self.pushed - rise.since
+            rise.since = rise.sized_since = self.pushed - FOLLOWED_STEPS
+        steps = self.pushed - rise.sized_since
         error = self._beyond(rise, min(steps, CORRECTED_STEPS))
         rise.size += error
         self._explain(rise.series, steps, error)
+
+    def _resize(self, rise: Rise, steps: int, change: float) -> None:
+        """Change the size of a rise, from the newest `steps` on."""
+        self._explain(rise.series, steps, change)
+        rise.size += change
+        rise.sized_since = self.pushed - steps
 
     def _beyond(self, rise: Rise, steps: int) -> float:
         """Return how far the newest levels are from the level before plus the reported rise."""

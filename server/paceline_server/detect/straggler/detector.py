@@ -50,6 +50,7 @@ from paceline_server.detect.statistics.change_point import (
     AGREEING,
     KEPT,
     MAD_TO_SIGMA,
+    MEDIAN_VARIANCE,
     NEWEST,
     NEWEST_APART,
     Shift,
@@ -59,7 +60,6 @@ from paceline_server.detect.statistics.creep import Creep, steps_since_onset
 from paceline_server.detect.statistics.load import ComputeLoads
 from paceline_server.detect.statistics.peer_levels import (
     FOLLOWED_STEPS,
-    MEDIAN_VARIANCE,
     PeerLevels,
     Rise,
 )
