@@ -4,12 +4,14 @@ The job's life runs from its creation to now (for an external job, from when its
 Finished steps are placed on it in order, each from the mean start to the mean end of its ranks and
 clipped to the time not yet used, so wrong clocks cannot create time. The time between steps is
 restart, startup or idle. The work of steps that a restart repeats moves to `lost_seconds`, and what
-a straggler cost before it was found moves from `imbalance_seconds` to `straggler_seconds`.
+a straggler cost before it was found moves from `imbalance_seconds` to `straggler_seconds`. A rank
+that takes longer is an imbalance if it recurs: a single pause counts as `peer_wait_seconds`.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from statistics import fmean
 
 import msgspec
@@ -19,6 +21,8 @@ from paceline_server.steps.types import Ledger, StepGoodput, StepSummary
 # Steps that a restart can still revoke (about 100 bytes each). If a job goes back further, the
 # older steps stay counted as useful.
 MAXIMUM_REVOCABLE_STEPS = 1 << 16
+RECURRING_STEPS = 256  # steps within which a loss recurs ...
+SIMILAR = 2  # ... if the larger one is at most this multiple of the other one
 
 _MEASURED = ("compute", "communication", "bubble", "data_wait", "optimizer", "checkpoint")
 _SPLIT = tuple(name.removesuffix("_seconds") for name in StepGoodput.__struct_fields__)
@@ -43,6 +47,7 @@ class _PartTimes(msgspec.Struct, array_like=True):
     slow_link: int = 0
     imbalance: int = 0
     evaluation: int = 0
+    pause: int = 0  # an imbalance that has not recurred
 
     def add(self, times: _PartTimes, sign: int = 1) -> None:
         for part in self.__struct_fields__:
@@ -120,6 +125,7 @@ class GoodputLedger:
         state.useful_steps += 1
         times = _part_times(summary, end_ns - begin_ns)
         times.samples, times.tokens = summary.samples or 0, summary.tokens or 0
+        self._judge_imbalance(times)
         state.sums.add(times)
         self._revocable.append((summary.step, times))
 
@@ -128,9 +134,29 @@ class GoodputLedger:
         for step, times in reversed(self._revocable):
             if step < onset_step:
                 return
-            self._state.sums.imbalance -= times.imbalance
-            self._state.sums.straggler += times.imbalance
-            times.straggler, times.imbalance = times.straggler + times.imbalance, 0
+            self._move(times, "pause", "straggler")
+            self._move(times, "imbalance", "straggler")
+
+    def _judge_imbalance(self, times: _PartTimes) -> None:
+        """Make the imbalance of a new step a pause, unless other steps had a similar one."""
+        if not times.imbalance:
+            return
+        similar = [
+            earlier
+            for _, earlier in islice(reversed(self._revocable), RECURRING_STEPS)
+            if _is_similar(earlier.imbalance + earlier.pause, times.imbalance)
+        ]
+        if not similar:
+            times.pause, times.imbalance = times.imbalance, 0
+        for earlier in similar:
+            self._move(earlier, "pause", "imbalance")
+
+    def _move(self, times: _PartTimes, source: str, target: str) -> None:
+        """Count a part of a step that was added as another one."""
+        moved = getattr(times, source)
+        for counted in (times, self._state.sums):
+            setattr(counted, source, getattr(counted, source) - moved)
+            setattr(counted, target, getattr(counted, target) + moved)
 
     def _add_gap(self, gap_ns: int) -> None:
         startup, restart, idle = self._gap_parts(gap_ns)
@@ -176,7 +202,7 @@ class GoodputLedger:
             straggler_seconds=sums.straggler / 1e9,
             imbalance_seconds=sums.imbalance / 1e9,
             slow_link_seconds=sums.slow_link / 1e9,
-            peer_wait_seconds=sums.peer_wait / 1e9,
+            peer_wait_seconds=(sums.peer_wait + sums.pause) / 1e9,
             bubble_excess_seconds=sums.bubble_excess / 1e9,
             data_wait_seconds=sums.data_wait / 1e9,
             optimizer_seconds=sums.optimizer / 1e9,
@@ -197,6 +223,10 @@ class GoodputLedger:
 
 def _clip(value: int, low: int, high: int) -> int:
     return max(low, min(value, high))
+
+
+def _is_similar(one: int, other: int) -> bool:
+    return max(one, other) <= SIMILAR * min(one, other)
 
 
 def _part_times(summary: StepSummary, length_ns: int) -> _PartTimes:

@@ -132,14 +132,40 @@ def test_what_a_straggler_cost_before_it_was_found_is_its_cost():
     assert ledger.read(at(5)).straggler_seconds == 0.0
 
 
+def test_a_single_pause_of_a_rank_is_no_imbalance_unless_it_recurs():
+    even = StepGoodput(
+        compute_seconds=0.6,
+        communication_seconds=0.1,
+        bubble_seconds=0.0,
+        straggler_seconds=0.0,
+        peer_wait_seconds=0.01,
+        bubble_excess_seconds=0.0,
+    )
+    paused = replace(even, imbalance_seconds=12.0)
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
+    start = 0.0
+    lost = []
+    for number in range(40):
+        seconds = 13.0 if number in (10, 30) else 1.0
+        split = paused if number in (10, 30) else even
+        ledger.add(replace(step(number, start, seconds), goodput=split), at(100))
+        start += seconds
+        read = ledger.read(at(start))
+        lost.append((round(read.imbalance_seconds), round(read.peer_wait_seconds)))
+        assert parts_sum(read) == pytest.approx(start)
+    assert (lost[9], lost[29], lost[39]) == ((0, 0), (0, 11), (22, 0))
+    assert GoodputLedger(ledger.state()).read(at(start)) == ledger.read(at(start))
+
+
 def test_the_memory_of_an_earlier_server_is_read() -> None:
-    """It has no time of evaluations and imbalances."""
+    """It has no time of evaluations, imbalances and pauses."""
     ledger = GoodputLedger()
     ledger.begin(0, at(0), None)
     ledger.add(step(0, 0, 1), at(20))
     stored = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.state()))
-    stored["sums"] = stored["sums"][:-2]
-    stored["revocable"] = [[number, times[:-2]] for number, times in stored["revocable"]]
+    stored["sums"] = stored["sums"][:-3]
+    stored["revocable"] = [[number, times[:-3]] for number, times in stored["revocable"]]
     state = msgspec.convert(stored, LedgerState)
     assert GoodputLedger(state).read(at(1)) == ledger.read(at(1))
 
