@@ -408,6 +408,27 @@ def test_a_group_that_only_some_ranks_create_is_named(topology, culprit, reason)
     assert reported.evidence[0].text == "rank 1 waits in new_group, which all ranks must call"
 
 
+@pytest.mark.parametrize("waits_for_others", [False, True])
+def test_the_only_rank_that_does_not_create_a_group_is_named(waits_for_others):
+    """No operation shows that the others wait for it, and it may wait for them."""
+    stuck = StuckJob(topology=Topology(2, 2, 2))
+    if waits_for_others:
+        make_all_wait_for(stuck, 5)
+    for rank in stuck.job.ranks:
+        if rank != 5 or not waits_for_others:
+            stuck.inside(rank, Op.STEP)
+    [found] = stuck.wait(25)
+    assert found.side == "host"
+    for _ in range(8):
+        read = {stacks.rank for stacks in found.stacks}
+        for rank in [rank for rank in found.stacks_wanted if rank not in read]:
+            here = thread("MainThread", "load") if rank == 5 else creating_a_group()
+            read_stacks(stuck, rank, here)
+            [found] = stuck.wait(0.5)
+    assert (found.rank, found.ranks, found.side) == (5, [5], "mismatch")
+    assert "ranks 0-4, 6, 7 wait in new_group, which it did not call" in found.summary
+
+
 def test_ranks_that_all_create_a_group_leave_none_out():
     stuck = StuckJob()
     make_all_wait_for(stuck, 2)

@@ -61,6 +61,7 @@ from paceline_wire.stacks import StackFrame
 
 MAX_RANKS_FOR_DUMPS = 512  # reading a dump takes some milliseconds of the job's worker
 DUMP_TIMEOUT_NS = 4_000_000_000  # PyTorch polls for the request once a second, then writes
+_MAX_STACKS = 8  # ranks whose stacks are read
 _MAX_RANKS_TIMED = 8  # the usual duration of an operation is similar on all ranks of a group
 
 
@@ -466,14 +467,23 @@ class HangDetector(Detector):
         """Return the finding, with the ranks that wait for others in `new_group` as the reason.
 
         All ranks must call it. No operation is recorded there, and ranks that are not in the new
-        group may return at once: which of several others left it out is not known.
+        group may return at once: which of several others left it out is not known. If no rank is
+        known to wait for those in it, the stacks of all tell them apart.
         """
         known = {one.rank: creates_group(one) for one in stacks if one.threads}
-        own = [creates for rank, creates in known.items() if rank in active.ranks]
-        if active.side != "host" or not own or not all(own) or all(known.values()):
+        if active.side != "host" or not any(known.values()):
             return active
-        inside, running = active.ranks, observation.ranks.keys() - observation.exited.keys()
+        running = observation.ranks.keys() - observation.exited.keys()
+        inside = active.ranks
+        if not running - {*inside} or not all(known.get(rank, True) for rank in inside):
+            if running - known.keys():
+                wanted = dict.fromkeys([*active.stacks_wanted, *sorted(running)])
+                return msgspec.structs.replace(active, stacks_wanted=list(wanted)[:_MAX_STACKS])
+            inside = sorted(rank for rank, creates in known.items() if creates)
         outside = sorted(running - {*inside})
+        is_known = any(known.get(rank) for rank in inside)
+        if not is_known or all(known.get(rank, True) for rank in outside):
+            return active
         verb = "waits" if len(inside) == 1 else "wait"
         reason = f"new_group, which {ranks_text(outside)} left or did not call"
         if len(outside) == 1:
