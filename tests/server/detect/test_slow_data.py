@@ -86,22 +86,31 @@ def test_a_stall_that_comes_and_goes_is_found():
     assert found.cost_ratio < 0.2
 
 
-@pytest.mark.parametrize("every", [8, 24])
-def test_long_waits_in_few_steps_are_found_with_their_true_cost(every):
-    """A loader refills for two seconds; a step takes half a second."""
+@pytest.mark.parametrize(("every", "seconds"), [(8, 2.0), (24, 2.0), (24, 0.6), (60, 2.0)])
+def test_long_waits_in_few_steps_are_found_with_their_true_cost(every, seconds):
+    """A loader refills for some time; a step takes half a second."""
     job = a_job(Topology(4, 1, 1))
     watched = Watched(SlowDataDetector, job.topology)
     watched.show(played(job, 20))
-    late = {**job.late_data, 2: 2.0}
+    late = {**job.late_data, 2: seconds}
     for step in range(20, 40 + 5 * every):
         watched.show(played(job, 1, step, late_data=job.late_data if step % every else late))
     found = watched.findings[0]
     usual = job.play(0).ranks.step_seconds.mean()
-    assert (found.rank, found.onset_step) == (2, 24)
+    assert (found.rank, found.onset_step) == (2, -(-20 // every) * every)
     assert "in some steps" in found.summary
-    assert found.cost_ratio == pytest.approx(2.0 / (2.0 + every * usual), rel=0.1)
+    assert found.cost_ratio == pytest.approx(seconds / (seconds + every * usual), rel=0.1)
     over = watched.show(played(job, 8 * every, 40 + 5 * every))
     assert [one.cleared for one in over] == [True]
+
+
+def test_the_first_batch_of_each_epoch_is_no_finding():
+    job = a_job(Topology(4, 1, 1))
+    watched = Watched(SlowDataDetector, job.topology)
+    for step in range(400):
+        late = dict.fromkeys(range(4), 1.5) if step % 60 == 0 else job.late_data
+        watched.show(played(job, 1, step, late_data=late))
+    assert watched.findings == []
 
 
 def test_stalls_that_have_become_rare_before_they_can_be_reported_are_no_finding():

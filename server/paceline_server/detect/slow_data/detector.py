@@ -8,7 +8,7 @@ that loads more than others nor storage that is slow for all is blamed on a rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -202,7 +202,7 @@ class SlowDataDetector(Detector):
             if active.finding is not None or seconds < active.least_seconds:
                 continue
             recent = max(
-                float(_typical_shares(self._excess[-steps:, active.ranks[:1]])[0])
+                float(self._typical_shares(steps, active.ranks[:1])[0])
                 for steps in self.settings.recurring_windows
             )
             if active.is_uncertain and recent < self.settings.recurring_share:
@@ -229,11 +229,27 @@ class SlowDataDetector(Detector):
     def _recurring_steps(self, slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
         """Return the least number of newest steps in which each rank waited often; 0: in none."""
         found = np.zeros(slow.shape[1], dtype=np.intp)
+        waiting = np.flatnonzero(slow[-1])
         for steps in sorted(self.settings.recurring_windows, reverse=True):
-            often = self._stalls_beyond_others(slow[-steps:]) >= self.settings.recurring_hits
-            share = _typical_shares(self._excess[-steps:])
-            found[often & (share >= self.settings.recurring_share)] = steps
+            hits = self._stalls_beyond_others(slow[-steps:])[waiting]
+            share = self._typical_shares(steps, waiting)
+            often = hits >= self.settings.recurring_hits
+            if steps > self.settings.epoch_steps:
+                often &= waiting < self._stage.size
+            found[waiting[often & (share >= self.settings.recurring_share)]] = steps
         return found
+
+    def _typical_shares(self, steps: int, columns: Sequence[int] | Ints) -> Floats:
+        """Return, by column, the share of the time that its waits cost if each is a typical one.
+
+        A single long wait among short ones is an accident: of storage, or of a busy host.
+        """
+        seconds = np.array(self._step_seconds[-steps:])
+        excess = self._excess[-len(seconds) :, columns]
+        late = excess > 0
+        typical = column_medians(np.where(late, excess * seconds[:, None], np.nan))
+        shares: Floats = np.nan_to_num(typical) * late.sum(axis=0) / seconds.sum()
+        return shares
 
     def _stalls_beyond_others(self, slow: npt.NDArray[np.bool_]) -> Floats:
         """Return how many slow steps each rank has beyond what chance explains.
@@ -269,7 +285,7 @@ class SlowDataDetector(Detector):
             active.quiet_steps = 0 if slow_now[ranks].any() else active.quiet_steps + 1
             # An intermittent wait is not over between two stalls.
             late = np.flatnonzero(self._excess[:, ranks[0]] > 0)
-            interval = (len(self._excess) - int(late[0])) // late.size if late.size else 0
+            interval = int(late[-1] - late[0]) // (late.size - 1) if late.size > 1 else 0
             if active.quiet_steps >= max(self.settings.hits, 3 * interval):
                 del self._active[fingerprint]
                 self._excess[:, ranks] = 0.0
@@ -407,14 +423,3 @@ class _Past:
             ordered = np.sort(rows, axis=0)  # NaN last
             middle = np.maximum(self.counts - 1, 0) // 2
             self.medians = ordered[middle, np.arange(ordered.shape[1])]
-
-
-def _typical_shares(excess: Floats) -> Floats:
-    """Return, by column, the share of all steps that its waits cost if each is a typical one.
-
-    A single long wait among short ones is an accident: of storage, or of a busy host.
-    """
-    late = excess > 0
-    typical = np.nan_to_num(column_medians(np.where(late, excess, np.nan)))
-    shares: Floats = typical * late.mean(axis=0)
-    return shares

@@ -25,10 +25,12 @@ class SlowDataSettings:
     window_steps: int = 5
     hits: int = 4
     # An intermittent wait (every n-th file is on a slow disk, a loader refills) must occur this
-    # often in one of these numbers of steps, and cost this share of all of them, because all
-    # storage has occasional long reads.
-    recurring_windows: tuple[int, ...] = (32, 128)
+    # often in one of these numbers of steps, and cost this share of their time, because all storage
+    # has occasional long reads.
+    recurring_windows: tuple[int, ...] = (32, 128, 320)
     recurring_hits: int = 4
+    # In a longer one, waits of all ranks do not count: each epoch begins with one.
+    epoch_steps: int = 128
     recurring_share: float = 0.03
     # It must come and go for this long: in short steps the scheduler of a busy host delays single
     # reads for some seconds.
