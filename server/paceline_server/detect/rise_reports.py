@@ -1,7 +1,8 @@
 """Findings about levels that rose: reported, followed, updated, and cleared when the rise is over.
 
 The straggler and the slow link detector share it: both watch levels (`statistics.peer_levels`) and
-report the rises in them, once they have lasted for `LEAST_SECONDS`.
+report the rises in them, once they have lasted for `LEAST_SECONDS`. A rise that comes and goes
+stays reported between its spells.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis
 from paceline_server.detect.finding import Finding, cleared
@@ -17,6 +20,8 @@ from paceline_server.detect.observation import Observation
 from paceline_server.detect.reporting import STEPS_BETWEEN_UPDATES, MeasuredCost, is_new_verdict
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
+from paceline_server.detect.statistics.spells import Spells
+from paceline_server.percent import percent
 
 
 @dataclass(slots=True)
@@ -49,6 +54,8 @@ class RiseReports(ABC, Generic[Reported]):
 
     def __init__(self) -> None:
         self.reported: dict[str, Reported] = {}
+        self._spells: dict[str, Spells] = {}
+        self._resting: dict[str, Reported] = {}  # those between two spells
 
     @abstractmethod
     def describe(self, reported: Reported, observation: Observation) -> Finding:
@@ -81,15 +88,51 @@ class RiseReports(ABC, Generic[Reported]):
     def report(self, reported: Reported, observation: Observation) -> Finding:
         if reported.is_reported and not self.is_alike(reported, self.slowdown(reported)):
             reported.cost.restart()
-        reported.finding = self.describe(reported, observation)
+        reported.finding = self._described(reported, observation)
+        self._resting.pop(reported.finding.fingerprint, None)
         return reported.finding
 
     def follow(self, step: int, ended_ns: int, observation: Observation) -> list[Finding]:
         """Return what is new about the rises, as of `step`, which ended at `ended_ns`."""
-        return [
+        findings = [
             finding
             for reported in list(self.reported.values())
             for finding in self._follow(reported, step, ended_ns, observation)
+        ]
+        return findings + self._clear_resting(step, observation)
+
+    def _described(self, reported: Reported, observation: Observation) -> Finding:
+        finding = self.describe(reported, observation)
+        spells = self._spells.get(finding.fingerprint)
+        if spells is None or not spells.recur:
+            return finding
+        return msgspec.structs.replace(finding, summary=f"{finding.summary} {_how_often(spells)}")
+
+    def _end(self, reported: Reported, step: int, observation: Observation) -> Finding:
+        """Return the finding at the end of a spell: cleared, unless it comes and goes."""
+        before, text = reported.finding, self.recovery_text(reported)
+        spells = self._spells.setdefault(before.fingerprint, Spells())
+        spells.add(before.onset_step or step, step)
+        if not spells.recur:
+            return cleared(before, text, observation.now_ns, step)
+        self._resting[before.fingerprint] = reported
+        reported.finding = msgspec.structs.replace(
+            before,
+            summary=f"{text} {_how_often(spells)}",
+            cost_ratio=None if before.cost_ratio is None else before.cost_ratio * spells.share,
+            detected_ns=observation.now_ns,
+            step=step,
+        )
+        return reported.finding
+
+    def _clear_resting(self, step: int, observation: Observation) -> list[Finding]:
+        """Return the findings that are over, because the next spell has not come."""
+        over = [key for key in self._resting if step >= self._spells[key].over_at]
+        for key in over:
+            del self._spells[key]
+        return [
+            cleared(one.finding, self.recovery_text(one), observation.now_ns, step)
+            for one in map(self._resting.pop, over)
         ]
 
     def _follow(
@@ -101,7 +144,7 @@ class RiseReports(ABC, Generic[Reported]):
             del self.reported[before.fingerprint]
             if not reported.is_reported:
                 return []
-            return [cleared(before, self.recovery_text(reported), observation.now_ns, step)]
+            return [self._end(reported, step, observation)]
         if not reported.is_reported:
             if not (reported.lasts(ended_ns) and reported.levels.agrees(reported.rise)):
                 return []
@@ -125,8 +168,15 @@ class RiseReports(ABC, Generic[Reported]):
             return [self.report(reported, observation)]
         # The replay costs more than the rest of a step, so that it is not used in each.
         if is_due and step % STEPS_BETWEEN_UPDATES == 0 and diagnosis.cause == before.cause:
-            now = self.describe(reported, observation)
+            now = self._described(reported, observation)
             if reported.cost.is_notable(before):
                 reported.finding = now
                 return [now]
         return []
+
+
+def _how_often(spells: Spells) -> str:
+    return (
+        f"It comes and goes: {len(spells)} times since step {spells.onset}, in "
+        f"{percent(spells.share)} of the steps."
+    )

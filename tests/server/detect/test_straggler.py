@@ -462,6 +462,24 @@ def test_a_recovered_straggler_is_cleared_once_and_can_be_found_again(topology, 
     assert named(run.advance(6)) == [(0, [], False)]
 
 
+@pytest.mark.parametrize("topology", [DEMO, Topology(2, 1, 1)])
+def test_a_rank_that_is_slow_in_alternating_long_blocks_stays_reported(topology):
+    run = watched(topology, 14)
+    run.advance(70)
+    for _ in range(6):
+        run.slow = {1: 1.8}
+        run.advance(60)
+        run.slow = {}
+        run.advance(60)
+    assert {one.fingerprint for one in run.findings} == {"straggler:1"}
+    assert sum(one.cleared for one in run.findings) == 2
+    assert not run.findings[-1].cleared
+    assert "It comes and goes: 6 times since step 7" in run.findings[-1].summary
+    assert "in 52% of the steps" in run.findings[-1].summary
+    over = run.advance(120)
+    assert named(over) == [(1, [], True)]
+
+
 def test_a_straggler_that_worsens_and_improves_stays_one_finding():
     run = watched(DEMO, 15)
     run.advance(60)
