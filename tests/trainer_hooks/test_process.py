@@ -135,6 +135,37 @@ def test_the_page_shows_how_the_process_ended(tmp_path: Path, ending: str, statu
     assert RingReader(tmp_path / RING).view().status == status
 
 
+STOPPED = """
+import os, pathlib, paceline, paceline.awaited_restart
+from paceline_wire.ring import ControlKind, RingReader
+paceline.awaited_restart.sleep = print
+paceline.init()
+ring = RingReader(pathlib.Path(os.environ["PACELINE_RING_DIRECTORY"]) / "local.g0.r0.ring")
+ring.command(7, getattr(ControlKind, "%s"), 3)
+for step in paceline.steps(range(9)):
+    if paceline.pending():
+        paceline.acknowledge(7, paceline.AckStatus.DONE, 3)
+        break
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "most_restarts", "code"),
+    [("CHECKPOINT_AND_STOP", "3", 75), ("CHECKPOINT_AND_STOP", "0", 0), ("CHECKPOINT", "3", 0)],
+)
+def test_a_rank_that_stopped_for_its_restart_does_not_end_as_if_the_training_were_complete(
+    tmp_path: Path, kind: str, most_restarts: str, code: int
+) -> None:
+    launcher = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": most_restarts}
+    ended = run(STOPPED % kind, tmp_path, **launcher)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.split() == (["30.0"] if code else [])
+    reader = RingReader(tmp_path / RING)
+    assert reader.view().status == ("failed" if code else "finished")
+    ending = read_ending(tmp_path / RING, os.getuid())
+    assert ending == (Ending(75, None, "SystemExit: 75\n") if code else None)
+
+
 def test_the_text_of_an_exit_is_reported_and_printed_as_without_paceline(tmp_path: Path) -> None:
     finished = run(LOOP + "raise SystemExit('config mismatch: vocab 50257 != 50304')", tmp_path)
     assert finished.returncode == 1

@@ -149,6 +149,15 @@ def agent_directory() -> Path | None:
     return Path(directory) if directory else None
 
 
+def may_be_started_again() -> bool:
+    """Return whether a launcher may restart this rank: torchrun, Slurm or Kubernetes."""
+    if agent_directory() is not None:
+        return False
+    found = _launcher("", os.environ, os.getppid())
+    restarts = found.get(TORCHRUN_MAX_RESTARTS, "0") != "0"
+    return restarts or SLURM_JOB in found or KUBERNETES_JOB in found
+
+
 def enter_generation(changed: Mapping[str, str]) -> None:
     """Make this process a rank of another generation, which starts now."""
     global _started_ns

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
+from paceline import awaited_restart
 from paceline.collectives import coverage
 from paceline.collectives.native import NativeRecorder, recorder_of_process_groups
 from paceline.device import on_device
@@ -33,6 +34,7 @@ from paceline.environment import (
     is_descendant_of_writer,
     launched_world_size,
     locate_rank,
+    may_be_started_again,
     read_rank_environment,
     recorded_since_ns,
 )
@@ -73,6 +75,7 @@ def _nothing(*_: object) -> None:
 
 
 _session: Session | None = None
+_has_stopped = False  # on a command to save and stop, which was answered with DONE
 _owner = get_ident()
 # The recorder's fast paths, as module globals: one lookup less per call.
 _find_section: Callable[[object], Timed | None] = _nothing
@@ -212,7 +215,8 @@ def _start(
     topology: Topology | None,
     metadata: Mapping[str, str],
 ) -> None:
-    global _owner
+    global _owner, _has_stopped
+    _has_stopped = False
     environment = read_rank_environment()
     if environment is None:
         log_once("inert", "paceline is inert: no agent found on this node", info=True)
@@ -843,6 +847,7 @@ def acknowledge(command_id: int, status: int, step: int) -> None:
     Example:
         >>> paceline.acknowledge(command.command_id, AckStatus.DONE, step)
     """
+    global _has_stopped
     session = _session
     if session is None:
         return
@@ -853,21 +858,16 @@ def acknowledge(command_id: int, status: int, step: int) -> None:
         control[ACK_COMMAND] = command_id
         if status != AckStatus.SEEN:
             session.answered = command_id
+        command = session.command
+        if status == AckStatus.DONE and command is not None and command.command_id == command_id:
+            _has_stopped = command.kind == ControlKind.CHECKPOINT_AND_STOP
     except Exception:
         session.recorder.failures += 1
 
 
 def has_stopped_on_command() -> bool:
-    """Return whether the last command had this rank save and stop, and it has saved."""
-    session = _session
-    if session is None or session.command is None:
-        return False
-    command, control = session.command, session.control
-    return (
-        command.kind == ControlKind.CHECKPOINT_AND_STOP
-        and control[ACK_COMMAND] == command.command_id
-        and control[ACK_STATUS] == AckStatus.DONE
-    )
+    """Return whether a command had this rank save and stop in this generation, and it has saved."""
+    return _has_stopped
 
 
 # End
@@ -957,12 +957,20 @@ def _at_exit() -> None:
         ending = None if error is not None or _session is None else _session.exit_ending()
     if error is not None and not (isinstance(error, SystemExit) and not error.code):
         ending = ending_of(error)
+    awaits_restart = ending is None and _has_stopped and may_be_started_again()
+    if awaits_restart:
+        awaited_restart.wait()
+        ending = ending_of(SystemExit(awaited_restart.EXIT_CODE))
     if ending is not None:
         _fail(ending)
     finish()
+    if awaits_restart:
+        awaited_restart.end()
 
 
 def _in_child() -> None:
+    global _has_stopped
+    _has_stopped = False
     session = _set_session(None)
     if session is not None:
         session.detach()
