@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import paceline.checkpoints.layout
-from paceline.checkpoints.errors import DamagedError, UnreadableError
+from paceline.checkpoints.errors import CheckpointError, DamagedError, UnreadableError
 from paceline.checkpoints.layout import saved_checkpoints
 from paceline.checkpoints.metadata import load_metadata
 from paceline.checkpoints.storage import Checkpointer
@@ -124,13 +124,12 @@ def test_a_manifest_of_a_newer_version_is_not_damage(
     assert load(opened(2)) == 4
 
 
-def test_after_all_checkpoints_were_found_damaged_training_may_begin_again(
-    opened: Any, tmp_path: Path
-) -> None:
+def test_that_all_checkpoints_are_damaged_is_no_missing_mount(opened: Any, tmp_path: Path) -> None:
     (saved,) = saved_checkpoints(tmp_path)
     (tmp_path / saved.name / "__0_0.distcp").write_bytes(b"rubbish")
-    assert load(opened(1, 4)) is None
-    assert load(opened(2, 4)) is None
+    for generation in (1, 2):
+        with pytest.raises(CheckpointError, match="are damaged"):
+            load(opened(generation, 4))
 
 
 class _Evil:

@@ -120,13 +120,19 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_loaded(
         assert record.getMessage().startswith("Skipped the checkpoint of step 8, which is")
 
 
-def test_without_an_undamaged_checkpoint_the_state_is_unchanged(
+def test_training_begins_again_after_damage_to_all_checkpoints_only_once_they_were_moved(
     opened: Open, tmp_path: Path
 ) -> None:
     save(opened(), 4, 8)
     for step in (4, 8):
         flip_a_bit(tmp_path / Saved(0, step).name / "__0_0.distcp")
-    assert loaded(opened(1)) == (None, {-1.0})
+    for generation in (1, 2):
+        with pytest.raises(CheckpointError, match=r"all checkpoints in .* damaged-step-00000008"):
+            opened(generation).load(state(-1.0))
+    (tmp_path / "away").mkdir()
+    for path in tmp_path.glob("damaged-*"):
+        path.rename(tmp_path / "away" / path.name)
+    assert loaded(opened(3)) == (None, {-1.0})
 
 
 def test_a_checkpoint_without_its_marker_is_ignored(opened: Open, tmp_path: Path) -> None:

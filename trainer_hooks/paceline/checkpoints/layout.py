@@ -178,6 +178,19 @@ def set_aside(directory: Path, saved: Saved) -> None:
     (directory / saved.name).rename(directory / f"{DAMAGED}{saved.name}")
 
 
+def refuse_if_all_damaged(directory: Path) -> None:
+    """Raise CheckpointError if there were checkpoints, of which each was set aside as damaged.
+
+    Called if none can be loaded.
+    """
+    names = sorted(path.name for path in directory.glob(f"{DAMAGED}*"))
+    if names:
+        raise CheckpointError(
+            f"all checkpoints in {directory} are damaged, the newest is {names[-1]}. Training does "
+            f"not restart from step 0: to do so, move {DAMAGED}* away, or name another directory"
+        )
+
+
 def refuse_if_lost(path: Path, names: list[str]) -> None:
     """Raise DamagedError if the checkpoint can be listed but lacks one of the files."""
     try:

@@ -58,6 +58,7 @@ from paceline.checkpoints.layout import (
     describe,
     prune,
     read_manifest,
+    refuse_if_all_damaged,
     refuse_if_lost,
     refuse_if_outdated,
     saved_checkpoints,
@@ -208,9 +209,10 @@ class Checkpointer:
         self._thread.shutdown()
 
     def find(self) -> Verified | None:
-        """Return the best undamaged checkpoint, the same on all ranks; None without one.
+        """Return the best undamaged checkpoint, the same on all ranks; None if none was ever saved.
 
         Raises:
+            CheckpointError: all are damaged.
             OtherRunError: it is of a run with other settings.
             UnreadableError: a rank could not read it.
         """
@@ -222,6 +224,9 @@ class Checkpointer:
             failure = self.peers.on_rank_0(partial(self._set_aside, saved, damage))
             if failure:
                 raise CheckpointError(failure)
+        failure = self.peers.on_rank_0(partial(refuse_if_all_damaged, self.directory))
+        if failure:
+            raise CheckpointError(failure)
         return None
 
     def read(self, found: Verified, state: Mapping[str, Tensor]) -> None:
@@ -249,7 +254,7 @@ class Checkpointer:
     def load(self, state: dict[str, Tensor]) -> int | None:
         """Fill `state` from the best undamaged checkpoint. Return its step; None without one.
 
-        Raises OtherRunError if it is from another run.
+        Raises CheckpointError as `find` does.
         """
         found = self.find()
         if found is None:
