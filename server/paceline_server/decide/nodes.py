@@ -65,6 +65,13 @@ def has_stopped(draft: Draft) -> bool:
     )
 
 
+def is_finishing(draft: Draft) -> bool:
+    """Return whether ranks have ended, all of them well, as at the end of a training."""
+    exited = [rank for rank in draft.ranks if rank.state == "exited"]
+    is_well = all(rank.exit_code == 0 and not rank.commanded for rank in exited)
+    return bool(exited) and is_well and not fatal_findings(draft)
+
+
 def quarantine(draft: Draft, agent: str, why: str) -> None:
     """Assign no ranks to the node until a person releases it."""
     node = next((node for node in draft.view.nodes if node.agent_id == agent), None)

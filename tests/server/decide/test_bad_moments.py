@@ -24,6 +24,20 @@ def test_a_rank_that_dies_during_the_checkpoint_makes_the_restart_unplanned(
     assert not world.open_incidents()
 
 
+def test_a_training_that_ends_before_the_checkpoint_is_not_stopped(world: World) -> None:
+    """The first rank is done; the others may still write their results."""
+    world.tick((world.finding(),))
+    world.tick()
+    world.crash(7, exit_code=0)
+    world.run(3.0)
+    assert world.phase() == "cancel"
+    for rank in range(7):
+        world.crash(rank, exit_code=0)
+    world.until(lambda: world.state == "finished")
+    assert world.one_action("restart").state == "superseded"
+    assert not world.restarts
+
+
 def test_a_rank_that_saved_and_then_crashed_has_saved(world: World) -> None:
     world.tick((world.finding(),))
     world.until(lambda: bool(world.acknowledged))
