@@ -76,7 +76,7 @@ def advance_checkpoint(draft: Draft, action: ActionView) -> None:
     if trouble is None:
         return
     if has_stopped(draft) and not is_finishing(draft):
-        _stop_without_checkpoint(draft, action, progress, trouble)
+        _stop_without_checkpoint(draft, action, progress, f"No checkpoint: {trouble}")
         return
     progress = replace(
         progress,
@@ -93,7 +93,8 @@ def advance_cancel(draft: Draft, action: ActionView) -> None:
     if _stop_if_saved(draft, action, progress, _saved(draft, progress)):
         return
     if has_stopped(draft) and not is_finishing(draft):
-        _stop_without_checkpoint(draft, action, progress, progress.trouble)
+        trouble = progress.trouble[:1].upper() + progress.trouble[1:]
+        _stop_without_checkpoint(draft, action, progress, trouble)
         return
     ids = set(progress.cancel_commands.values())
     confirmed = {
@@ -136,7 +137,7 @@ def _stop_without_checkpoint(
     draft: Draft, action: ActionView, progress: ActionProgress, trouble: str
 ) -> None:
     progress = replace(progress, planned=False)
-    detail = f"No checkpoint: {trouble} The ranks no longer make progress. Stopping all ranks."
+    detail = f"{trouble} The ranks no longer make progress. Stopping all ranks."
     enter_stop(draft, action, progress, detail)
 
 
