@@ -2,14 +2,15 @@
 
 Python forgets the exception before anything at exit runs. Of one with a text the interpreter itself
 writes this to `sys.stderr`, so a write that no Python frame of the main thread calls is kept. One
-with a number comes from `sys.exit`, whose calls are watched: after an error that the script handles
-(`except Exception: sys.exit(1)`) that error is kept as text, and not its frames.
+with a number comes from `sys.exit` or `exit`, whose calls are watched: after an error that the
+script handles (`except Exception: sys.exit(1)`) that error is kept as text, and not its frames.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
+from _sitebuiltins import Quitter
 from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident, main_thread
@@ -34,11 +35,11 @@ def ending_of(error: BaseException) -> Ending:
 
 
 class SystemExitWatch:
-    """Watches `sys.exit` and a stream, the `sys.stderr` of that moment, until `stop`.
+    """Watches `sys.exit`, `exit` and a stream, the `sys.stderr` of that moment, until `stop`.
 
     Args:
         stream: where the interpreter writes the text.
-        completed_steps: how many steps the script has completed. If it trains on after `sys.exit`,
+        completed_steps: how many steps the script has completed. If it trains on after such a call,
             it has caught the `SystemExit`.
     """
 
@@ -51,6 +52,8 @@ class SystemExitWatch:
         self._write_stream, self._exit_python = stream.write, sys.exit
         stream.write = self._write
         sys.exit = self._sys_exit
+        self._quit_python, self._quit = Quitter.__call__, self._make_quit()
+        Quitter.__call__ = self._quit  # type: ignore[method-assign]
 
     @property
     def ending(self) -> Ending | None:
@@ -67,6 +70,8 @@ class SystemExitWatch:
             self._stream.write = self._write_stream
         if sys.exit == self._sys_exit:
             sys.exit = self._exit_python
+        if Quitter.__call__ is self._quit:
+            Quitter.__call__ = self._quit_python  # type: ignore[method-assign]
 
     def _write(self, text: str) -> Any:
         if sys._getframe().f_back is None and get_ident() == main_thread().ident:
@@ -74,10 +79,22 @@ class SystemExitWatch:
         return self._write_stream(text)
 
     def _sys_exit(self, status: Any = None, /) -> NoReturn:
+        self._note(status)
+        self._exit_python(status)
+
+    def _make_quit(self) -> Callable[..., NoReturn]:
+        """Return the method of `exit` and `quit`."""
+
+        def quit_noted(quitter: Quitter, code: Any = None) -> NoReturn:
+            self._note(code)
+            self._quit_python(quitter, code)
+
+        return quit_noted
+
+    def _note(self, status: Any) -> None:
         with suppress(Exception):
             if get_ident() == main_thread().ident:  # in another thread it ends that one
                 self._exit = self._numbered(status)
-        self._exit_python(status)
 
     def _numbered(self, status: Any) -> tuple[Ending, int | None] | None:
         """Return how the process ends with this number, and after how many steps."""
