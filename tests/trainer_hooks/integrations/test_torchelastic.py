@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,12 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
     *,
     record: bool = True,
+    signaled: bool = False,
 ) -> list[Ending | None]:
     """Run one shell per local rank as torchrun does. Return how each ended.
 
-    `record`: the ranks have rings.
+    `record`: the ranks have rings. `signaled`: torchrun gets SIGTERM once each script has written
+    the file `RANK.ready`.
     """
     for name in ("close", "wait"):
         monkeypatch.setattr(api.PContext, name, getattr(api.PContext, name))
@@ -53,7 +57,14 @@ def run(
         logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs")),
     )
     context.start()
-    while context.wait(0) is None:
+    if signaled:
+        while not all((directory / f"{rank}.ready").exists() for rank in environments):
+            time.sleep(0.05)
+        try:
+            raise api.SignalException("Process got signal: 15", signal.SIGTERM)
+        except api.SignalException:
+            context.close(signal.SIGTERM)
+    while not signaled and context.wait(0) is None:
         pass
     return [read_ending(ring, os.getuid()) for ring in rings]
 
@@ -68,6 +79,15 @@ def test_the_exit_codes_of_a_failed_rank_and_of_one_that_finished_are_written(
     scripts = [f"echo $$ > {fifo}; exit 0", fails, "sleep 600"]
     endings = run(scripts, tmp_path, monkeypatch)
     assert endings == [Ending(0), Ending(3), None]
+
+
+def test_how_ranks_ended_that_a_signal_to_torchrun_ended_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = f"touch {tmp_path}/$RANK.ready; while :; do sleep 0.05; done"
+    scripts = [ready, f"trap 'exit 0' TERM; {ready}", f"trap 'exit 9' TERM; {ready}"]
+    endings = run(scripts, tmp_path, monkeypatch, signaled=True)
+    assert endings == [Ending(None, signal.SIGTERM), None, Ending(9)]
 
 
 def test_a_rank_that_finishes_first_is_written_while_the_others_run(

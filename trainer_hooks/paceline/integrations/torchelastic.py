@@ -6,7 +6,8 @@ torchrun notices the first ranks that fail, then ends the others. Its events hav
 only when the job is over, and not for restarts. So the adapter takes them when torchrun begins to
 end the others, and hands them to the agent: with the traceback that `@record` wrote, unless the
 rank's hooks reported one themselves. The exit code 0 of a rank is handed over while torchrun still
-waits for the others: after `os._exit(0)` its hooks saw no end.
+waits for the others: after `os._exit(0)` its hooks saw no end. If a signal ends torchrun, all ranks
+are reported as it ended them.
 
 A rank that ends before it records, such as by an error of an import, has no ring. If a rank fails,
 the adapter writes the rings that are missing once all have ended: the job is shown. The ring of a
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -68,6 +70,8 @@ def _reporting(close_all: Callable[..., Any]) -> Callable[..., Any]:
         report_finished(self)
         result = close_all(self, *args, **options)
         ends.report_unrecorded()
+        if type(sys.exc_info()[1]).__name__ == "SignalException":
+            report_terminated(self)
         return result
 
     return close
@@ -102,6 +106,20 @@ def report_finished(context: Any) -> None:
         rank = read_rank_environment(_environment(context, local_rank))
         if rank is not None and rank.ring_path.exists():
             write_ending(rank.ring_path, Ending(0))
+
+
+@never_raises
+def report_terminated(context: Any) -> None:
+    """Write how the ranks ended that torchrun ended because a signal asked itself to end.
+
+    Args:
+        context: torch's `SubprocessContext`.
+    """
+    for local_rank, handler in getattr(context, "subprocess_handlers", {}).items():
+        status = handler.proc.returncode
+        rank = read_rank_environment(_environment(context, local_rank))
+        if status and rank is not None and rank.ring_path.exists():
+            write_ending(rank.ring_path, _ending(status))
 
 
 @never_raises
@@ -221,4 +239,9 @@ def _ending_of_failure(failure: Any) -> Ending:
     message = failure.error_file_data.get("message")
     details = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     error = str(details.get("py_callstack", ""))
+    return _ending(status, error)
+
+
+def _ending(status: int, error: str = "") -> Ending:
+    """Return how a process ended that `subprocess` gives this return code."""
     return Ending(None, -status, error) if status < 0 else Ending(status, None, error)
