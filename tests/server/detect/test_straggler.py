@@ -375,6 +375,22 @@ def test_a_rank_that_is_slow_in_some_steps_is_found_and_cleared(topology, every)
     assert all(one.rank == 1 and one.slowdown < found[0].slowdown for one in milder)
 
 
+@pytest.mark.parametrize("every", [20, 25, 31])
+def test_a_rank_that_pauses_in_few_steps_is_found_and_cleared(every):
+    """Its reader refills outside of the microbatches."""
+    run, compute = watched(Topology(4, 1, 1), 5), 24 * FORWARD_SECONDS
+    for step in range(600):
+        run.host = {1: 3.0 * compute} if step >= 280 and not step % every else {}
+        run.advance(1)
+    assert {one.fingerprint for one in run.findings} == {"straggler:recurs:1"}
+    [found, *_] = run.findings
+    assert found.slowdown == pytest.approx(1.0 + 3.0 / every, rel=0.05)
+    assert 250 <= found.onset_step <= 330
+    assert "slow in some steps only" in found.summary
+    run.host = {}
+    assert named(run.advance(200))[-1] == (1, [], True)
+
+
 def test_a_rank_that_is_slow_in_some_steps_and_then_in_all_has_one_verdict():
     run = watched(Topology(4, 1, 1), 5)
     run.advance(70)

@@ -10,9 +10,9 @@ Four kinds of slowness never make a level rise. A stall in one microbatch of eac
 away, so the difference between a rank's total compute and its typical microbatch is also watched as
 a level. So is a rank's time outside of its microbatches in which it does not wait for others: its
 optimizer steps, it logs, reads a file, sorts a list. A rank that is slow in every third step, such
-as the first one after a rollout, is not slow in most steps, so the sums over blocks of steps are
-watched as well. And a slow creep has no onset step, so levels are compared with those of the first
-steps (`creep`).
+as the first one after a rollout, or in every 25th, in which its reader refills, is not slow in most
+steps, so the sums over short and long blocks of steps are watched as well. And a slow creep has no
+onset step, so levels are compared with those of the first steps (`creep`).
 
 Ranks of a node that become slow together hide each other: the repair of one alone gains little.
 Each has a finding, but they share a verdict that names all of them and what they cost together.
@@ -89,12 +89,38 @@ Floats = npt.NDArray[np.float64]
 RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers are not more precise
 STEPS_BETWEEN_CHRONIC_CHECKS = 8
 CHANCE_SIGMAS = 4.0  # a difference this many times larger than those of the others is its own
-BLOCK_STEPS = 8  # whose sums are compared
+BLOCKS_STEPS = (8, 32)  # whose sums are compared
 TOGETHER_STEPS = NEWEST[0]  # ranks whose onsets differ by fewer steps became slow together
 
 # A faster rise is no creep: noise can hide a step change for some short steps.
 _LEAST_CREEP_NS = 10_000_000_000
 _CREEP_GROWTH = 1.5  # multiple of the reported excess from which a creep is reported again
+
+
+class _Blocks:
+    """Sums over blocks of steps, as levels."""
+
+    def __init__(self, steps: int, levels: PeerLevels, world_size: int) -> None:
+        self.steps = steps
+        self.levels = levels
+        self._sums = np.zeros((2, world_size))  # seconds: own, expected
+        self._added = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return not self._added % self.steps
+
+    def add(self, own: Floats, expected: Floats) -> None:
+        self._sums += np.nan_to_num([own, expected])
+        self._added += 1
+        if not self.is_at_end:
+            return
+        own, expected = self._sums
+        level = np.full(own.size, np.nan)
+        known = (own > 0.0) & (expected > 0.0)
+        level[known] = np.log(own[known] / expected[known])
+        self.levels.push(level)
+        self._sums = np.zeros_like(self._sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +158,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         self._units = SlowUnits(generation)
         self._loads = ComputeLoads(topology)
         least, alarms = policy.straggler_slowdown, settings.false_alarms_per_step
-        self._levels, self._stalls, self._host, self._blocks = (
+        short, long = BLOCKS_STEPS
+        self._levels, self._stalls, self._host, *of_blocks = (
             PeerLevels(
                 topology.world_size,
                 smallest=math.log(slowdown),
@@ -146,10 +173,14 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 (True, least, alarms, NEWEST),
                 (True, least, alarms, NEWEST),
                 # Sums over steps scatter little: three are enough.
-                (True, max(least, settings.recurring_slowdown), alarms * BLOCK_STEPS, NEWEST_APART),
+                (True, max(least, settings.recurring_slowdown), alarms * short, NEWEST_APART),
+                (True, least, alarms * long, NEWEST_APART),
             )
         )
-        self._block = np.zeros((2, topology.world_size))  # sums of own and of expected time
+        self._blocks = [
+            _Blocks(steps, levels, topology.world_size)
+            for steps, levels in zip(BLOCKS_STEPS, of_blocks, strict=True)
+        ]
         self._creep = Creep(
             generation,
             slowdown=settings.creep_slowdown,
@@ -160,7 +191,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         self._against_peers: deque[Floats] = deque(maxlen=KEPT)
         self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
         # With those of the host.
-        self._own_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS * BLOCK_STEPS)
+        self._own_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS * long)
         self._optimizer_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
         self._steps: deque[_ComputeStep] = deque(maxlen=KEPT)
         self._chronic: dict[int, Finding] = {}
@@ -186,9 +217,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         self._self_seconds.append(load.self_seconds)
         own_seconds = load.self_seconds + load.host_seconds
         self._own_seconds.append(own_seconds)
-        self._block += np.nan_to_num([own_seconds, load.self_seconds * np.exp(-load.total)])
-        if not self._levels.pushed % BLOCK_STEPS:
-            self._push_block()
+        for blocks in self._blocks:
+            blocks.add(own_seconds, load.self_seconds * np.exp(-load.total))
         ranks = timing.ranks
         optimizer_seconds = np.full(own_seconds.size, np.nan)
         optimizer_seconds[ranks.rank] = ranks.optimizer_seconds
@@ -196,14 +226,6 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         started_ns = int(ranks.start_ns.min()) if ranks.rank.size else 0
         seconds = float(np.median(ranks.step_seconds)) if ranks.rank.size else math.nan
         self._steps.append(_ComputeStep(timing.step, started_ns, seconds))
-
-    def _push_block(self) -> None:
-        own, expected = self._block
-        level = np.full(own.size, np.nan)
-        known = (own > 0.0) & (expected > 0.0)
-        level[known] = np.log(own[known] / expected[known])
-        self._blocks.push(level)
-        self._block = np.zeros_like(self._block)
 
     def _relative_to_peers(self, levels: Floats) -> Floats:
         """Return each rank's level minus the median of the other ranks of its stage."""
@@ -225,9 +247,10 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         if self._host.pushed:
             for active in self._risen("host", self._host):
                 new[active.unit.fingerprint] = active
-        if not self._levels.pushed % BLOCK_STEPS:
-            for active in self._risen("recurs", self._blocks):
-                new[active.unit.fingerprint] = active
+        for blocks in self._blocks:
+            if blocks.is_at_end:
+                for active in self._risen("recurs", blocks.levels, blocks.steps):
+                    new[active.unit.fingerprint] = active
         now_ns = self._steps[-1].ended_ns
         return [
             self.report(active, observation)
@@ -259,25 +282,25 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         What is more than that shows in the sums over blocks too.
         """
         lasted = self._steps[-1].number - onset(reported)
-        return lasted < NEWEST_APART[0] * BLOCK_STEPS and any(
-            known.is_reported and known.way == "recurs"
+        return any(
+            known.is_reported and known.way == "recurs" and lasted < NEWEST_APART[0] * known.each
             for known in self.reported.values()
             if known is not reported and set(reported.unit.ranks) <= set(known.unit.ranks)
         )
 
-    def _risen(self, way: Way, levels: PeerLevels) -> Iterator[ReportedStraggler]:
+    def _risen(self, way: Way, levels: PeerLevels, each: int = 1) -> Iterator[ReportedStraggler]:
         done: set[int] = set()
         for shift in levels.rises():
-            if shift.series not in done and self._is_found(way, levels, shift):
-                active = self._begin(way, levels, shift)
+            if shift.series not in done and self._is_found(way, levels, shift, each):
+                active = self._begin(way, levels, shift, each)
                 done.update(active.unit.ranks)
                 yield active
 
-    def _is_found(self, way: Way, levels: PeerLevels, shift: Shift) -> bool:
+    def _is_found(self, way: Way, levels: PeerLevels, shift: Shift, each: int) -> bool:
         """Return whether a rise is slowness of this way, and not chance."""
         if way == "steady":
             return True
-        return (way != "recurs" or self._recurs(shift)) and self._lasts(levels, shift)
+        return (way != "recurs" or self._recurs(levels, shift, each)) and self._lasts(levels, shift)
 
     def _lasts(self, levels: PeerLevels, shift: Shift) -> bool:
         """Return whether stalls are too frequent to be chance, and not explained yet."""
@@ -287,15 +310,17 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             and accidents <= self.settings.false_alarms_per_step
         )
 
-    def _recurs(self, shift: Shift) -> bool:
-        """Return whether a rise of blocks is not one of all their steps, which is found sooner."""
-        steps = shift.steps * BLOCK_STEPS
-        others = (self._levels, self._stalls, self._host)
-        if any(levels.was_explained(shift.series, steps) for levels in others):
+    def _recurs(self, levels: PeerLevels, shift: Shift, each: int) -> bool:
+        """Return whether a rise of blocks is not one of all their steps, which is found sooner, nor
+        one of other blocks."""
+        steps = shift.steps * each
+        others = [(one, 1) for one in (self._levels, self._stalls, self._host)]
+        others += [(one.levels, one.steps) for one in self._blocks if one.levels is not levels]
+        if any(one.was_explained(shift.series, -(-steps // of)) for one, of in others):
             return False
         return self._levels.share_above(shift.series, steps, shift.size / 2.0) < AGREEING
 
-    def _begin(self, way: Way, levels: PeerLevels, shift: Shift) -> ReportedStraggler:
+    def _begin(self, way: Way, levels: PeerLevels, shift: Shift, each: int) -> ReportedStraggler:
         beside = self._units.beside(shift.series)
         slow = {shift.series, *levels.joined(beside, shift)}
         unit = self._units.name(shift.series, slow)
@@ -307,8 +332,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             levels.worsen(before.rise, shift.steps)
             return before
         rise = levels.begin(unit.ranks, shift.steps)
-        steps = shift.steps * (BLOCK_STEPS if way == "recurs" else 1)
-        return self._activate(unit, way, levels, rise, steps)
+        return self._activate(unit, way, levels, rise, shift.steps * each, each)
 
     def _crept(self) -> Iterator[ReportedStraggler]:
         for ranks, size in self._creep.found(self._levels):
@@ -330,11 +354,11 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 yield self._activate(unit, "steady", self._levels, rise, jumped)
 
     def _activate(
-        self, unit: SlowUnit, way: Way, levels: PeerLevels, rise: Rise, steps: int
+        self, unit: SlowUnit, way: Way, levels: PeerLevels, rise: Rise, steps: int, each: int = 1
     ) -> ReportedStraggler:
         onset = self._steps[-min(steps, len(self._steps))]
         finding = self._blank(unit, onset.number)
-        active = ReportedStraggler(levels, rise, onset.started_ns, finding, unit, way)
+        active = ReportedStraggler(levels, rise, onset.started_ns, finding, unit, way, each)
         self.reported[unit.fingerprint] = active
         return active
 
@@ -690,7 +714,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         """Return the own work per step of its slowest rank."""
         ranks = list(reported.unit.ranks)
         if reported.way == "recurs":
-            return float(np.nan_to_num(self._own_seconds)[:, ranks].mean(axis=0).max())
+            recent = np.nan_to_num(self._own_seconds)[-FOLLOWED_STEPS * reported.each :]
+            return float(recent[:, ranks].mean(axis=0).max())
         seconds = self._own_seconds if reported.way == "host" else self._self_seconds
         own = column_medians(np.array(seconds)[-FOLLOWED_STEPS:, ranks])
         return float(np.nan_to_num(own).max())
@@ -712,7 +737,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
 
         A slowness that grows from step to step begins like one of some steps only.
         """
-        recent = np.array(self._own_seconds)[-2 * BLOCK_STEPS :, list(reported.unit.ranks)]
+        recent = np.array(self._own_seconds)[-2 * reported.each :, list(reported.unit.ranks)]
         usual = self._recent_own_seconds(reported) / self.slowdown(reported)
         slow = recent.max(axis=1) >= usual * (1.0 + self.slowdown(reported)) / 2.0
         return bool(slow.mean() >= AGREEING)
@@ -721,7 +746,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         """Return the usual step time; the mean if a rank is slow in some steps only."""
         seconds = [step.seconds for step in self._steps]
         if reported is not None and reported.way == "recurs":
-            return float(np.mean(np.nan_to_num(seconds[-FOLLOWED_STEPS * BLOCK_STEPS :])))
+            return float(np.mean(np.nan_to_num(seconds[-FOLLOWED_STEPS * reported.each :])))
         return float(np.median(seconds[-FOLLOWED_STEPS:]))
 
 

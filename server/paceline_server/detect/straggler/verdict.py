@@ -39,6 +39,7 @@ class ReportedStraggler(ReportedRise):
 
     unit: SlowUnit
     way: Way
+    each: int = 1  # number of steps of one value of its levels
 
 
 @dataclass(frozen=True, slots=True)
