@@ -41,6 +41,7 @@ from paceline_wire.batch import (
     SpanBlock,
 )
 from paceline_wire.ending import Ending, ending_path, read_ending
+from paceline_wire.metadata import KUBERNETES_JOB, SLURM_JOB
 from paceline_wire.ring import (
     Acknowledgement,
     AckStatus,
@@ -249,6 +250,17 @@ class Rings:
             if is_it and key not in self.supervised and self._is_owners(attached):
                 return attached.pid
         return None
+
+    def torchrun_pids(self, job: str, generation: int) -> dict[int, int]:
+        """Return the pids of a generation's ranks, by rank, that only torchrun can start again."""
+        return {
+            attached.key.rank: attached.pid
+            for attached in self._attached.values()
+            if attached.key[:2] == (job, generation)
+            and attached.key not in self.supervised
+            and (metadata := attached.reader.identity.metadata).get("launcher") == "torchrun"
+            and not metadata.keys() & {SLURM_JOB, KUBERNETES_JOB}
+        }
 
     def progressed_at(self, job: str, generation: int) -> float:
         """Return when a rank of this generation last ended an operation, as `time.monotonic`.

@@ -28,7 +28,7 @@ from paceline_agent.forward.server_clock import ServerClock
 from paceline_agent.forward.server_link import ServerLink
 from paceline_agent.rings import stacks
 from paceline_agent.rings.reader import Rings
-from paceline_agent.supervise.elastic import end_ranks
+from paceline_agent.supervise.elastic import end_ranks, ranks_without_torchrun
 from paceline_agent.supervise.supervisor import Supervisor
 from paceline_wire import ring
 from paceline_wire.batch import CommandResult, RankDump, RankStackTraces
@@ -143,6 +143,10 @@ class CommandRunner:
             return f"unknown control {command.kind!r}"
         job, generation = command.job, command.generation
         kind = ring.ControlKind.NAMES.index(command.kind)
+        if kind == ring.ControlKind.CHECKPOINT_AND_STOP:
+            orphans = ranks_without_torchrun(self._rings, job, generation, self._procfs_root)
+            if orphans:
+                return f"ranks {orphans} have no torchrun that would start them again"
         reached: set[int] = set()
         deadline = time.monotonic() + RING_SECONDS
         while True:

@@ -1,4 +1,4 @@
-"""Ends ranks that torchrun started, so that it starts them again.
+"""Ends ranks that torchrun started, so that it starts them again, if it still runs.
 
 torchrun restarts all ranks of a node once one of them has ended, as often as --max-restarts allows.
 A stopped or hung rank ends only by SIGKILL.
@@ -39,6 +39,14 @@ def end_ranks(rings: Rings, command: EndRanks, procfs_root: Path = Path("/proc")
     if not ended and not errors:
         return f"no rank of {command.job} generation {command.generation} runs on this node"
     return "; ".join(errors) or None
+
+
+def ranks_without_torchrun(
+    rings: Rings, job: str, generation: int, procfs_root: Path = Path("/proc")
+) -> list[int]:
+    """Return the ranks that nothing would start again: their torchrun was killed, or not found."""
+    pids = rings.torchrun_pids(job, generation)
+    return sorted(rank for rank, pid in pids.items() if _torchrun_of(procfs_root, pid) is None)
 
 
 def _send(pid: int, rank: int, number: signal.Signals) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings.reader import RankKey, Rings
-from paceline_agent.supervise.elastic import end_ranks
+from paceline_agent.supervise.elastic import end_ranks, ranks_without_torchrun
 from paceline_wire import ring
 from paceline_wire.commands import EndRanks
 from paceline_wire.ring import Identity
@@ -132,3 +132,15 @@ def test_to_leave_torchrun_itself_is_ended(launch: Callable[[str], Launched]) ->
     torchrun = launch("torchrun")
     assert end_ranks(torchrun.rings, command(leave=True)) is None
     assert torchrun.process.wait(30) == -15
+
+
+def test_ranks_whose_torchrun_was_killed_are_not_stopped_for_a_restart(
+    launch: Callable[[str], Launched],
+) -> None:
+    torchrun = launch("torchrun")
+    assert ranks_without_torchrun(torchrun.rings, "job", 3) == []
+    torchrun.process.kill()
+    torchrun.process.wait()
+    assert ranks_without_torchrun(torchrun.rings, "job", 3) == [0, 1]
+    torchrun.rings.supervised[RankKey("job", 3, 1)] = os.getuid()
+    assert ranks_without_torchrun(torchrun.rings, "job", 3) == [0]
