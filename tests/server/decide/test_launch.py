@@ -182,6 +182,24 @@ def test_a_planned_repair_asks_for_nodes_before_it_stops_anything(world: Launche
     assert (done.state, done.lost_steps) == ("done", 0)
 
 
+def test_steps_that_were_made_while_a_checkpoint_was_awaited_count_as_lost(
+    world: LaunchedWorld,
+) -> None:
+    world.answers = False  # the ranks train, and do not save
+    world.tick((world.finding(),))
+    world.answer("check", "done")
+    world.run(5.0)
+    assert world.phase() == "checkpoint"
+    reached, saved = world.highest_step, world.checkpoint_step
+    world.crash(3)
+    world.until(lambda: world.phase() == "launch")
+    world.answer("restart", "done")
+    world.relaunch()
+    world.until_running(101)
+    assert reached is not None
+    assert world.one_action("restart").lost_steps == reached + 1 - (saved or 0)
+
+
 def test_without_permission_a_repair_is_only_proposed() -> None:
     world = LaunchedWorld("approve")
     for rank in range(8):

@@ -47,9 +47,9 @@ def request_launch(draft: Draft, action: ActionView, kind: LaunchKind) -> None:
 
 def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, detail: str) -> None:
     """Begin the phase; `detail`: a sentence about how the phase before ended."""
-    launch = draft.view.launch
+    view, launch = draft.view, draft.view.launch
     assert launch is not None, "only a job that a launcher owns has this phase"
-    progress = replace(progress, known_step=draft.view.checkpoint_step)
+    progress = replace(progress, known_step=view.checkpoint_step, highest_step=view.highest_step)
     action = replace(action, exclude_nodes=sorted(excluded_nodes(draft, action)))
     quarantine_excluded(draft, action)
     detail = f"{detail} {launch.launcher.capitalize()} restarts job {launch.job}.".strip()
