@@ -198,7 +198,7 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
     rank: int
     command_id: int
-    status: str
+    status: str  # "seen", then "done" (saved), "failed" or "withdrawn"
     step: int
 
 

@@ -10,9 +10,11 @@ from sqlalchemy.orm import Session
 from paceline_server.decide.types import Acknowledged
 from paceline_server.store.models import CommandRow
 from paceline_wire.batch import Event, RankAcknowledged
+from paceline_wire.commands import Command, ControlRanks, decode_line
 
-_FINAL = ("done", "failed")
-_STATUSES = ("seen", *_FINAL)
+_STATUSES = ("seen", "done", "failed")  # of ranks
+# "done": a checkpoint was saved. A rank answers that, too, to a command that withdraws another one.
+_WITHDRAWN = "withdrawn"
 
 
 def genuine_acknowledgements(
@@ -34,15 +36,22 @@ def genuine_acknowledgements(
     if not acknowledgements:
         return ()
     ids = {event.command_id for event in acknowledgements}
-    query = select(CommandRow.id).where(
+    query = select(CommandRow.id, CommandRow.body).where(
         CommandRow.id.in_(ids), CommandRow.job_id == job_id, CommandRow.generation == generation
     )
-    issued = set(session.scalars(query))
+    issued = {command_id: decode_line(body) for command_id, body in session.execute(query)}
     return tuple(
-        Acknowledged(event.rank, event.command_id, event.status, event.step)
+        Acknowledged(
+            event.rank, event.command_id, _status(event, issued[event.command_id]), event.step
+        )
         for event in acknowledgements
         if event.command_id in issued
     )
+
+
+def _status(event: RankAcknowledged, command: Command) -> str:
+    is_cancel = isinstance(command, ControlRanks) and command.kind == "cancel"
+    return _WITHDRAWN if is_cancel and event.status == "done" else event.status
 
 
 def merge(stored: Iterable[Acknowledged], new: Iterable[Acknowledged]) -> list[Acknowledged]:
@@ -50,7 +59,7 @@ def merge(stored: Iterable[Acknowledged], new: Iterable[Acknowledged]) -> list[A
     merged = {(result.command_id, result.rank): result for result in stored}
     for result in new:
         before = merged.get((result.command_id, result.rank))
-        if before is None or before.status not in _FINAL:
+        if before is None or before.status == "seen":
             merged[result.command_id, result.rank] = result
     return list(merged.values())
 

@@ -100,7 +100,7 @@ def advance_cancel(draft: Draft, action: ActionView) -> None:
     confirmed = {
         result.rank
         for result in draft.view.acknowledged
-        if result.command_id in ids and result.status in ("done", "failed")
+        if result.command_id in ids and result.status != "seen"
     }
     if len(confirmed) < len(draft.ranks) and draft.now_ns <= progress.deadline_ns:
         return
