@@ -149,11 +149,9 @@ def _checkpoint_trouble(
     missing = [rank for rank in draft.ranks if rank.rank not in saved]
     silent = silent_agents(draft) & {rank.agent_id for rank in missing}
     dead = [rank for rank in missing if rank.state == "exited" and not rank.commanded]
-    failed = [
-        result.rank
-        for result in draft.view.acknowledged
-        if result.command_id in ids and result.status == "failed"
-    ]
+    has_failed = any(
+        result.command_id in ids and result.status == "failed" for result in draft.view.acknowledged
+    )
     refused = {
         agent
         for agent, command_id in progress.checkpoint_commands.items()
@@ -163,8 +161,8 @@ def _checkpoint_trouble(
         return f"the ranks saved different steps ({join_numbers(set(saved.values()))})."
     if dead:
         return f"rank {dead[0].rank} {exit_text(dead[0])}."
-    if failed:
-        return f"rank {failed[0]} could not save."
+    if has_failed:  # on which rank is not known: they agree, so each of them answers so
+        return "not all ranks could save."
     if silent:
         return f"{join_names(silent)} stopped responding."
     if refused:
