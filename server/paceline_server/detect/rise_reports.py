@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -51,6 +51,8 @@ Reported = TypeVar("Reported", bound=ReportedRise)
 
 class RiseReports(ABC, Generic[Reported]):
     """The rises of one detector that are not over, by fingerprint."""
+
+    keeps_recurring: ClassVar[bool] = True  # reported between its spells, if it comes and goes
 
     def __init__(self) -> None:
         self.reported: dict[str, Reported] = {}
@@ -113,7 +115,7 @@ class RiseReports(ABC, Generic[Reported]):
         before, text = reported.finding, self.recovery_text(reported)
         spells = self._spells.setdefault(before.fingerprint, Spells())
         spells.add(before.onset_step or step, step)
-        if not spells.recur:
+        if not (spells.recur and self.keeps_recurring):
             return cleared(before, text, observation.now_ns, step)
         self._resting[before.fingerprint] = reported
         reported.finding = msgspec.structs.replace(

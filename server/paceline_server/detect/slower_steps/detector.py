@@ -87,6 +87,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
 
     kinds: ClassVar[tuple[Kind, ...]] = (SLOWER_STEPS,)
     order: ClassVar[int] = 22
+    keeps_recurring: ClassVar[bool] = False  # a level that returns again and again is usual
 
     def __init__(
         self, generation: Generation, policy: Policy, settings: SlowerStepsSettings = DEFAULTS
