@@ -41,6 +41,7 @@ FIRST_STEPS = 32  # first steps of the generation: the reference for slow change
 # A series rose together with another one if it shows this share of the rise, with this score.
 JOINING_SHARE = 0.5
 JOINING_SCORE = 2.5
+LEAST_OTHERS = 2  # fewer have no typical level
 
 POSSIBLE = 0.5  # share of the needed score from which a rise is possible
 
@@ -235,6 +236,25 @@ class PeerLevels:
         sizes, scores = self._monitor.shift_at(series, shift.steps)
         joins = (sizes >= JOINING_SHARE * shift.size) & (scores >= JOINING_SCORE)
         return [member for member, does in zip(series, joins.tolist(), strict=True) if does]
+
+    def exceeds(self, shift: Shift, others: Sequence[int]) -> bool:
+        """Return whether most steps of a shift exceed those of `others` too, of which some may have
+        joined it; without two that have not, nothing speaks against it.
+
+        What several series share in single steps, such as longer batches, is not this one's.
+        """
+        joined = self.joined(others, shift)
+        columns = [one for one in others if one not in joined and one != shift.series]
+        if len(columns) < LEAST_OTHERS:
+            return True
+        values = self._monitor.values[-shift.steps - PAST :]
+        apart = values[:, shift.series] - column_medians(values[:, columns].T)
+        before, newest = apart[: -shift.steps], apart[-shift.steps :]
+        before, newest = before[~np.isnan(before)], newest[~np.isnan(newest)]
+        if not before.size or not newest.size:
+            return True
+        agreeing = newest >= np.median(before) + shift.size / 2.0
+        return float(agreeing.mean()) >= AGREEING
 
     def begin(self, series: tuple[int, ...], steps: int) -> Rise:
         """Explain a rise of the series in the newest `steps`; return it."""

@@ -299,7 +299,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
     def _is_found(self, way: Way, levels: PeerLevels, shift: Shift, each: int) -> bool:
         """Return whether a rise is slowness of this way, and not chance."""
         if way == "steady":
-            return True
+            units = self._units.units(shift.series)
+            return all(levels.exceeds(shift, ranks) for ranks in units)
         return (way != "recurs" or self._recurs(levels, shift, each)) and self._lasts(levels, shift)
 
     def _lasts(self, levels: PeerLevels, shift: Shift) -> bool:

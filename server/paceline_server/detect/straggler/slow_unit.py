@@ -50,6 +50,10 @@ class SlowUnits:
         """Return the ranks of the same node and stage, which may be slow for the same reason."""
         return sorted({member for _, _, ranks in self._units_of(rank) for member in ranks})
 
+    def units(self, rank: int) -> list[list[int]]:
+        """Return the ranks of its node and those of its stage, if there are others."""
+        return [ranks for _, _, ranks in self._units_of(rank)]
+
     def name(self, rank: int, slow: Collection[int]) -> SlowUnit:
         """Return the largest slow unit that contains `rank`; `slow` includes the rank."""
         node, stage = self._generation.node(rank), self._generation.stage(rank)
