@@ -56,6 +56,7 @@ class Rank:
         succeeds: bool = True,
         stride: int = 1,
         before_step: Callable[[int], object] = lambda step: None,
+        save: Callable[[], object] = lambda: None,
     ) -> int:
         """Train until a condition holds or a request stops it. Return the completed steps."""
         while not until():
@@ -67,6 +68,7 @@ class Rank:
             request = self.agreement.at(self.step)
             if request is not None:
                 self.requests.append(request)
+                save()
                 if self.agreement.finish(request, succeeds):
                     self.stopped_at = self.step
                     break
@@ -82,7 +84,8 @@ class Job:
 
     def __init__(self, size: int, *, others: int = 0, **seconds: float) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ranks = [Rank(self.store, rank, size, **seconds) for rank in range(size - others)]
+        store = self.store if size > 1 else None
+        self.ranks = [Rank(store, rank, size, **seconds) for rank in range(size - others)]
         self._threads = ThreadPoolExecutor(size)
         self.ending = threading.Event()
         self.running: list[Future[int]] = []
@@ -261,6 +264,23 @@ def test_a_withdrawn_request_is_executed_by_no_rank(job: Callable[..., Job]) -> 
     wait_until(lambda: all(rank.step > b + 5 for rank, b in zip(ranks.ranks, before, strict=True)))
     assert not any(rank.requests for rank in ranks.ranks)
     assert (7, FAILED) in [answer[:2] for answer in ranks.ranks[1].acknowledged]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_rank_stops_after_a_save_during_which_the_request_was_withdrawn(
+    job: Callable[..., Job], size: int
+) -> None:
+    ranks, saved = job(size), threading.Event()
+    ranks.start(save=lambda rank: saved.wait)
+    wait_until(lambda: all(rank.step > 3 for rank in ranks.ranks))
+    ranks.command(Control(7, BOTH, 5))
+    wait_until(lambda: all(rank.requests for rank in ranks.ranks))
+    ranks.command(Control(8, ControlKind.CANCEL, 0))
+    wait_until(lambda: all((8, DONE) in [a[:2] for a in rank.acknowledged] for rank in ranks.ranks))
+    saved.set()
+    before = [rank.step for rank in ranks.ranks]
+    wait_until(lambda: all(rank.step > b + 5 for rank, b in zip(ranks.ranks, before, strict=True)))
+    assert [final(rank)[0][:2] for rank in ranks.ranks] == [(7, FAILED)] * size
 
 
 def test_if_one_rank_cannot_save_no_rank_stops(job: Callable[..., Job]) -> None:

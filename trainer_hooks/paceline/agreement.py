@@ -248,7 +248,7 @@ class Agreement:
         with self._changed:
             if self._report is not None and self._request is not None:
                 self._end(self._report, self._request.step)
-            elif self._limit is not None and self._is_withdrawn():
+            elif self._is_withdrawn():
                 self._end(False, self.step or 0)
 
     def _is_time_to_look(self) -> bool:
@@ -387,10 +387,10 @@ class Agreement:
             return f"rank {round_.neighbor.rank} does not respond"
         if now - round_.began > self._patience_seconds:
             return "it took too long"
-        if self._state is _Phase.GO:
-            return None
         if self._is_withdrawn():
             return "it was withdrawn"
+        if self._state is _Phase.GO:
+            return None
         if absent_since is not None and now - absent_since > self._absent_seconds:
             return f"the loop of rank {self.rank} ended before the agreed step"
         return None
