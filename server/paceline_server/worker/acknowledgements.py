@@ -12,7 +12,7 @@ from paceline_server.store.models import CommandRow
 from paceline_wire.batch import Event, RankAcknowledged
 from paceline_wire.commands import Command, ControlRanks, decode_line
 
-_STATUSES = ("seen", "done", "failed")  # of ranks
+_STATUSES = ("seen", "done", "failed")  # that ranks send
 # "done": a checkpoint was saved. A rank answers that, too, to a command that withdraws another one.
 _WITHDRAWN = "withdrawn"
 

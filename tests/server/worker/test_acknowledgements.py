@@ -1,4 +1,4 @@
-"""What the ranks' answers to commands mean."""
+"""Answers of ranks to commands."""
 
 from __future__ import annotations
 
