@@ -86,3 +86,24 @@ def test_the_end_of_a_rise_of_widely_scattered_steps_is_found_soon(ranks, seed):
     courses = risen(ranks, seed, SIZE, 200, 240)
     assert courses[-1][0] == "over"
     assert 200 < len(courses) < 230
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "exceeds"),
+    [
+        ([0.06, 0.02, 0.0, 0.0, 0.06], [0.0, 0.0, 0.3, 0.3, 0.0], False),  # and two long steps
+        ([0.06, 0.02, 0.0, 0.0, 0.06], [0.06] * 5, True),
+        ([0.06] * 5, [0.0] * 5, True),  # the others joined it: all of them are slow
+    ],
+)
+def test_what_others_share_in_single_steps_is_no_rise_of_one(shared, own, exceeds):
+    chance = np.random.default_rng(1)
+    found = PeerLevels(16, smallest=0.05, false_alarms=1e-6, resolution=0.004)
+    for step in range(45):
+        row = chance.normal(0.0, 0.005, 16)
+        if step >= 40:
+            row[:4] += shared[step - 40]
+            row[0] += own[step - 40]
+        found.push(row)
+    shift = next(one for one in found.rises() if one.series == 0)
+    assert found.exceeds(shift, range(4)) is exceeds
