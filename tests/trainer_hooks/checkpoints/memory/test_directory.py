@@ -61,3 +61,19 @@ def test_parts_of_processes_that_are_gone_are_deleted(tmp_path: Path) -> None:
 def test_available_memory_is_below_what_the_file_system_has(tmp_path: Path) -> None:
     space = os.statvfs(tmp_path)
     assert 0 < available_bytes(tmp_path) <= space.f_bavail * space.f_frsize
+
+
+def test_ranks_of_a_node_may_remove_it_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = CopyDirectory(tmp_path, "run"), CopyDirectory(tmp_path, "run")
+    scan = os.scandir
+
+    def scan_late(path: Path) -> object:
+        monkeypatch.setattr(os, "scandir", scan)
+        other.remove(1)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    own.remove(1)
+    assert not own.path.exists()

@@ -56,7 +56,7 @@ class CopyDirectory:
 
     def copies(self) -> list[CopyName]:
         """Return the copies, whatever process wrote them."""
-        matches = (_NAME.fullmatch(path.name) for path in self.path.glob("*.copy"))
+        matches = (_NAME.fullmatch(path.name) for path in self._find("*.copy"))
         return sorted(CopyName(*map(int, match.groups())) for match in matches if match)
 
     def file(self, name: CopyName) -> Path:
@@ -74,26 +74,33 @@ class CopyDirectory:
 
     def delete_leftovers(self) -> None:
         """Delete parts whose process is gone."""
-        for path in self.path.glob("*.part"):
+        for path in self._find("*.part"):
             pid = path.name.split(".")[2]
             if not Path("/proc", pid).exists():
                 path.unlink(missing_ok=True)
 
     def delete_parts(self, generation: int, pid: int) -> None:
         """Delete the parts that a process wrote in a generation."""
-        for path in self.path.glob(f"g{generation:08}.r*.{pid}.*.part"):
+        for path in self._find(f"g{generation:08}.r*.{pid}.*.part"):
             path.unlink(missing_ok=True)
 
     def remove(self, generation: int) -> None:
         """Delete the files of this and older generations, and the directory with the last one."""
         self.delete(lambda name: name.generation <= generation)
-        for path in self.path.glob("*.part"):
+        for path in self._find("*.part"):
             if int(path.name.split(".")[0][1:]) <= generation:
                 path.unlink(missing_ok=True)
         try:
             self.path.rmdir()
-        except OSError:  # a newer generation uses it
+        except OSError:  # a newer generation uses it, or another rank was faster
             return
+
+    def _find(self, pattern: str) -> list[Path]:
+        """Return the files with such names; none if another rank removes the directory now."""
+        try:
+            return list(self.path.glob(pattern))
+        except FileNotFoundError:
+            return []
 
 
 def available_bytes(root: Path) -> int:
