@@ -89,19 +89,26 @@ def test_startup_steps_and_idle_time():
     assert ledger.goodput_ratio == pytest.approx(4 * 0.85 / 12)
 
 
+def split(**seconds: float) -> StepGoodput:
+    """Return the parts of a step in seconds; those that are not given are 0."""
+    parts = ("compute", "communication", "bubble", "straggler", "peer_wait", "bubble_excess")
+    known = dict.fromkeys(parts, 0.0) | seconds
+    return StepGoodput(**{f"{part}_seconds": value for part, value in known.items()})
+
+
 def test_lost_time_is_not_goodput():
     """Compute 0.6, communication 0.1 and bubble 0.1 of a step, of which 0.34 s are lost."""
-    split = StepGoodput(
-        compute_seconds=0.4,
-        communication_seconds=0.04,
-        bubble_seconds=0.02,
-        straggler_seconds=0.25,
-        peer_wait_seconds=0.05,
-        bubble_excess_seconds=0.04,
+    parts = split(
+        compute=0.4,
+        communication=0.04,
+        bubble=0.02,
+        straggler=0.25,
+        peer_wait=0.05,
+        bubble_excess=0.04,
     )
     ledger = GoodputLedger()
     ledger.begin(0, at(0), None)
-    ledger.add(replace(step(0, 0, 1), goodput=split), at(20))
+    ledger.add(replace(step(0, 0, 1), goodput=parts), at(20))
     ledger = ledger.read(at(1))
     assert parts_sum(ledger) == pytest.approx(1)
     assert ledger.straggler_seconds == pytest.approx(0.25)
@@ -111,19 +118,11 @@ def test_lost_time_is_not_goodput():
 
 
 def test_what_a_straggler_cost_before_it_was_found_is_its_cost():
-    split = StepGoodput(
-        compute_seconds=0.4,
-        communication_seconds=0.1,
-        bubble_seconds=0.1,
-        straggler_seconds=0.0,
-        peer_wait_seconds=0.0,
-        bubble_excess_seconds=0.0,
-        imbalance_seconds=0.2,
-    )
+    parts = split(compute=0.4, communication=0.1, bubble=0.1, imbalance=0.2)
     ledger = GoodputLedger()
     ledger.begin(0, at(0), None)
     for number in range(5):
-        ledger.add(replace(step(number, number, 1), goodput=split), at(20))
+        ledger.add(replace(step(number, number, 1), goodput=parts), at(20))
     ledger.blame_straggler(3)
     found = ledger.read(at(5))
     assert found.straggler_seconds == pytest.approx(2 * 0.2)
@@ -133,14 +132,7 @@ def test_what_a_straggler_cost_before_it_was_found_is_its_cost():
 
 
 def test_a_single_pause_of_a_rank_is_no_imbalance_unless_it_recurs():
-    even = StepGoodput(
-        compute_seconds=0.6,
-        communication_seconds=0.1,
-        bubble_seconds=0.0,
-        straggler_seconds=0.0,
-        peer_wait_seconds=0.01,
-        bubble_excess_seconds=0.0,
-    )
+    even = split(compute=0.6, communication=0.1, peer_wait=0.01)
     paused = replace(even, imbalance_seconds=12.0)
     ledger = GoodputLedger()
     ledger.begin(0, at(0), None)
@@ -148,8 +140,8 @@ def test_a_single_pause_of_a_rank_is_no_imbalance_unless_it_recurs():
     lost = []
     for number in range(40):
         seconds = 13.0 if number in (10, 30) else 1.0
-        split = paused if number in (10, 30) else even
-        ledger.add(replace(step(number, start, seconds), goodput=split), at(100))
+        parts = paused if number in (10, 30) else even
+        ledger.add(replace(step(number, start, seconds), goodput=parts), at(100))
         start += seconds
         read = ledger.read(at(start))
         lost.append((round(read.imbalance_seconds), round(read.peer_wait_seconds)))
