@@ -113,10 +113,13 @@ class RiseReports(ABC, Generic[Reported]):
     def _end(self, reported: Reported, step: int, observation: Observation) -> Finding:
         """Return the finding at the end of a spell: cleared, unless it comes and goes."""
         before, text = reported.finding, self.recovery_text(reported)
+        over = cleared(before, text, observation.now_ns, step)
+        if not self.keeps_recurring:
+            return over
         spells = self._spells.setdefault(before.fingerprint, Spells())
         spells.add(before.onset_step or step, step)
-        if not (spells.recur and self.keeps_recurring):
-            return cleared(before, text, observation.now_ns, step)
+        if not spells.recur:
+            return over
         self._resting[before.fingerprint] = reported
         reported.finding = msgspec.structs.replace(
             before,

@@ -149,7 +149,8 @@ class GoodputLedger:
         if not similar:
             times.pause, times.imbalance = times.imbalance, 0
         for earlier in similar:
-            self._move(earlier, "pause", "imbalance")
+            if earlier.pause:
+                self._move(earlier, "pause", "imbalance")
 
     def _move(self, times: _PartTimes, source: str, target: str) -> None:
         """Count a part of a step that was added as another one."""

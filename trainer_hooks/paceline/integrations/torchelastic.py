@@ -90,36 +90,37 @@ def _reporting_finished(wait_for_all: Callable[..., Any]) -> Callable[..., Any]:
 
 @never_raises
 def report_finished(context: Any) -> None:
-    """Write the exit code of the ranks that have ended with 0, each once.
-
-    Args:
-        context: torch's `SubprocessContext`; others have no exit codes here.
-    """
-    finished = {
-        local_rank
-        for local_rank, handler in getattr(context, "subprocess_handlers", {}).items()
-        if handler.proc.returncode == 0
-    }
+    """Write the exit code of the ranks that have ended with 0, each once."""
+    finished = {rank for rank, status in _return_codes(context).items() if status == 0}
     reported: set[int] = getattr(context, "_paceline_finished", set())
     context._paceline_finished = reported | finished
     for local_rank in finished - reported:
-        rank = read_rank_environment(_environment(context, local_rank))
-        if rank is not None and rank.ring_path.exists():
-            write_ending(rank.ring_path, Ending(0))
+        _write_ending(context, local_rank, 0)
 
 
 @never_raises
 def report_terminated(context: Any) -> None:
-    """Write how the ranks ended that torchrun ended because a signal asked itself to end.
+    """Write how the ranks ended that torchrun ended because a signal asked itself to end."""
+    for local_rank, status in _return_codes(context).items():
+        if status:
+            _write_ending(context, local_rank, status)
+
+
+def _return_codes(context: Any) -> dict[int, int | None]:
+    """Return those of the ranks, by local rank; None while one runs.
 
     Args:
-        context: torch's `SubprocessContext`.
+        context: torch's `SubprocessContext`; others have none here.
     """
-    for local_rank, handler in getattr(context, "subprocess_handlers", {}).items():
-        status = handler.proc.returncode
-        rank = read_rank_environment(_environment(context, local_rank))
-        if status and rank is not None and rank.ring_path.exists():
-            write_ending(rank.ring_path, _ending(status))
+    handlers = getattr(context, "subprocess_handlers", {})
+    return {local_rank: handler.proc.returncode for local_rank, handler in handlers.items()}
+
+
+def _write_ending(context: Any, local_rank: int, status: int) -> None:
+    """Write how a rank ended, if it has a ring."""
+    rank = read_rank_environment(_environment(context, local_rank))
+    if rank is not None and rank.ring_path.exists():
+        write_ending(rank.ring_path, _ending(status))
 
 
 @never_raises

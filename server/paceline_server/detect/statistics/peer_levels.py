@@ -305,8 +305,11 @@ class PeerLevels:
         return "over"
 
     def _fallen(self, rise: Rise) -> tuple[int, float, float] | None:
-        """Return the least number of newest steps that show a fall to less than half of the rise,
-        what is left of it and its error; None if there are none, or chance explains it."""
+        """Return a fall to less than half of the rise: the least number of newest steps that show
+        it, the size that is left, and the standard error of that.
+
+        None without a fall, or if chance explains it.
+        """
         lasted = self.pushed - rise.since
         if lasted <= NEWEST[0]:
             return None
