@@ -167,7 +167,9 @@ export interface paths {
         };
         /**
          * List Incidents
-         * @description List incidents: unresolved ones first, worst first (severity, then cost).
+         * @description List incidents: unresolved ones of running jobs, then of ended jobs, then resolved ones.
+         *
+         *     Each by severity, then cost.
          */
         get: operations["list_incidents"];
         put?: never;

@@ -31,7 +31,7 @@ def incidents(
     """List incidents, or show one.
 
     \b
-    paceline incidents                       all, the worst first
+    paceline incidents                       all: of running jobs first, the worst first
     paceline incidents --job JOB --state open
     paceline incidents show INCIDENT         causes, evidence and counter-evidence
     paceline incidents recoveries            how long repairs took

@@ -493,7 +493,7 @@ class Incident(Resource):
     cause: str
     state: Literal["open", "mitigating", "resolved"]
     severity: str
-    urgency: float  # sort value: higher is worse, -1 is resolved
+    urgency: float  # sort value: higher is worse, below 0 of an ended job, -1 is resolved
     summary: str
     rank: int | None
     node: str | None

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import request_dumps, request_stacks
-from paceline_server.decide.incidents import group, resolve
+from paceline_server.decide.incidents import group, resolve, resolve_information
 from paceline_server.decide.progress import progress_of
 from paceline_server.decide.propose import NEVER_ACTS, propose
 from paceline_server.decide.restart.advance import advance_restart
@@ -154,4 +154,5 @@ def _end_if_dead(draft: Draft) -> None:
             resolve(draft, incident, "The job was stopped.")
         draft.change_state("stopped", "Stopped on request: its agents were shut down.")
     elif draft.policy.mode in NEVER_ACTS or rejected:
+        resolve_information(draft)
         draft.change_state("failed", "All ranks have exited and will not be restarted.")

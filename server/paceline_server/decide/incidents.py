@@ -136,6 +136,13 @@ def _level(finding: Finding) -> int:
     return 0 if finding.severity == "info" or finding.cleared else 1
 
 
+def resolve_information(draft: Draft) -> None:
+    """Resolve what does not explain why the job has failed, and is not to be acted on any more."""
+    for incident in draft.incidents():
+        if incident.finding.severity == "info":
+            resolve(draft, incident, "The job has ended.")
+
+
 def resolve(draft: Draft, incident: IncidentView, why: str) -> None:
     draft.put_incident(replace(incident, state="resolved", resolved_ns=draft.now_ns))
     draft.audit("policy", "resolved", incident.incident_id, why)

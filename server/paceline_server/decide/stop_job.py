@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import Draft
-from paceline_server.decide.incidents import resolve
+from paceline_server.decide.incidents import resolve, resolve_information
 from paceline_server.decide.progress import (
     ActionProgress,
     enter_phase,
@@ -78,7 +78,8 @@ def advance_stop(draft: Draft, action: ActionView) -> None:
 
 
 def _end(draft: Draft, ends_as: JobState, why: str) -> None:
-    """Set the final state. A failed job keeps its incidents, which explain why it failed."""
+    """Set the final state. A failed job keeps the incidents that explain why it failed."""
+    resolve_information(draft)
     for incident in draft.incidents():
         if ends_as == "stopped":
             resolve(draft, incident, "The job was stopped.")

@@ -89,7 +89,7 @@ def incidents(
     job_id: str | None = None,
     state: str | None = None,
 ) -> Sequence[IncidentRow]:
-    """Return one page of incidents, worst first and resolved ones last.
+    """Return one page of incidents, worst first, then those of ended jobs, then resolved ones.
 
     It begins after the position `after`: urgency, time and id.
     """

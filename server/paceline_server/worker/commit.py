@@ -120,6 +120,8 @@ def write_commit(
         now_ns,
         lag,
     )
+    if over:
+        _rank_behind_live_jobs(session, job_id)
     _write_actions(session, snapshot, decision, targets.actions, now_ns, lag)
     launcher = None if snapshot.launch is None else snapshot.launch.launcher
     recoveries.record(session, job_id, decision.actions, launcher)
@@ -241,6 +243,13 @@ def write_incidents(
             for alert in incident_alerts(job_id, job_name, stored, view, minimum):
                 alert = replace(alert, lag_seconds=lag)
                 announce(session, (receiver.name,), alert, view.incident_id, now_ns)
+
+
+def _rank_behind_live_jobs(session: Session, job_id: str) -> None:
+    """Have the incidents of an ended job come after those of other jobs, before resolved ones."""
+    row = models.IncidentRow
+    unresolved = update(row).where(row.job_id == job_id, row.state != "resolved")
+    session.execute(unresolved.values(urgency=row.urgency / 100 - 0.9))
 
 
 def _incident_row(job_id: str, view: IncidentView) -> dict[str, object]:

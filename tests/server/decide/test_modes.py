@@ -25,11 +25,13 @@ def test_observe_takes_no_action(world: World) -> None:
 
 def test_observe_calls_a_job_failed_when_no_rank_is_left(world: World) -> None:
     world.policy = Policy(mode="observe")
+    world.run(1.0, (world.finding(severity="info"),))
     for rank in range(8):
         world.crash(rank)
     world.run(1.0)
     assert world.state == "failed"
-    assert world.open_incidents()
+    kinds = [incident.finding.kind for incident in world.open_incidents()]
+    assert kinds == ["failure"], "only what explains the end"
 
 
 @pytest.mark.parametrize("is_explained", [True, False])

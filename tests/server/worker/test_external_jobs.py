@@ -102,6 +102,7 @@ def test_a_crash_is_reported_and_not_repaired(
     wait_for(lambda: job("train")["state"] == "failed", "the end")
     incident = server.client.get("/api/v1/incidents?job=train").json()["items"][0]
     assert (incident["kind"], incident["rank"]) == ("failure", 1)
+    assert -1 < incident["urgency"] < 0, "it comes after those of running jobs"
     # torchrun --max-restarts: the same ranks in new processes are another generation.
     for number in range(2):
         nodes[number].run_external("train", number, PAIR, generation=1)

@@ -40,7 +40,7 @@ export function IncidentCard({ incident, actions, ...card }: Props) {
         <span class="incident-text">
           <strong>{incident.summary}</strong>
           <span class="muted">
-            {format.words(incident.kind)} · {incident.cause} · detected <Ago time={incident.detected_at} />
+            {describe(incident)} · detected <Ago time={incident.detected_at} />
             {ending(incident, actions)}
           </span>
         </span>
@@ -154,6 +154,12 @@ function EvidenceList(props: EvidenceProps) {
       )}
     </div>
   );
+}
+
+/** The kind and the cause, once if they are the same. */
+function describe({ kind, cause }: Incident): string {
+  const name = format.words(kind);
+  return cause === name ? name : `${name} · ${cause}`;
 }
 
 /** Evidence against the incident or against other causes. */

@@ -28,7 +28,10 @@ def list_incidents(
     ] = None,
     state: IncidentState | None = None,
 ) -> schemas.IncidentPage:
-    """List incidents: unresolved ones first, worst first (severity, then cost)."""
+    """List incidents: unresolved ones of running jobs, then of ended jobs, then resolved ones.
+
+    Each by severity, then cost.
+    """
     rows = queries.incidents(session, bounds.limit, urgency_position(bounds), job, state)
     more = len(rows) == bounds.limit
     return schemas.IncidentPage(
