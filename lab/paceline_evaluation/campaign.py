@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -27,9 +27,22 @@ class Campaign:
         seed = (self.seed, KINDS.index(kind), number)
         return judge(run_trial(kind, seed, self.largest, self.length))
 
-    def run(self, processes: int, report: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
-        """Return the verdicts ordered by kind and number; call `report` with each as it comes."""
-        tasks = [(kind, number) for kind in self.kinds for number in range(self.trials)]
+    def run(
+        self,
+        processes: int,
+        report: Callable[[TrialVerdict], None],
+        done: Collection[tuple[str, str, int]] = (),
+    ) -> list[TrialVerdict]:
+        """Return the verdicts ordered by kind and number; call `report` with each as it comes.
+
+        Trials whose arm, kind and number are in `done` are left out.
+        """
+        tasks = [
+            (kind, number)
+            for kind in self.kinds
+            for number in range(self.trials)
+            if ("synthetic", kind, number) not in done
+        ]
         verdicts = []
         for verdict in self._verdicts(tasks, processes):
             report(verdict)

@@ -6,11 +6,13 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import click
+from pydantic import TypeAdapter
 
 from paceline_cli.options import OutputFile
 from paceline_cli.termination import terminated_as_interrupted
@@ -22,6 +24,7 @@ from paceline_evaluation.foreign.arm import ForeignArm
 from paceline_evaluation.real import RealArm
 from paceline_evaluation.repair import arm as repair
 from paceline_evaluation.repair import report as repair_report
+from paceline_evaluation.results_file import ResultsFile
 from paceline_evaluation.scoring import TrialVerdict, figures
 
 ARMS = ("synthetic", "real", "foreign", "repair")
@@ -90,7 +93,16 @@ def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, .
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown table.")
-@click.option("--output", type=OutputFile(), help="Write the JSON to this file.")
+@click.option(
+    "--output", type=OutputFile(), help="Write the JSON to this file, also while the trials run."
+)
+@click.option(
+    "--continue",
+    "continued",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Add to the trials in this file, which an interrupted run with the same options wrote.",
+)
 @click.option("--misses", is_flag=True, help="Print each miss and false alarm to stderr.")
 def evaluate(
     arms: str,
@@ -103,6 +115,7 @@ def evaluate(
     as_json: bool,
     as_markdown: bool,
     output: Path | None,
+    continued: Path | None,
     misses: bool,
 ) -> None:
     """Measure how well faults are detected, located and explained.
@@ -131,42 +144,83 @@ def evaluate(
             f"the {' and the '.join(chosen_arms)} arm does not support these kinds",
             param_hint="--kinds",
         )
+    campaign = {
+        "arms": list(chosen_arms),
+        "seed": seed,
+        "trials": trials,
+        "kinds": list(chosen),
+        "largest": largest,
+        "healthy_seconds": healthy_seconds,
+    }
+    show = partial(_print, as_json=as_json, as_markdown=as_markdown)
     if "repair" in chosen_arms:
         if len(chosen_arms) > 1:
             raise click.BadParameter("the repair arm runs alone", param_hint="--arms")
         arm = repair.RepairArm(chosen, trials, seed)
-        results = repair.RepairResults()
-        repair_progress = _ProgressLine(arm.total, misses)
-        try:
-            with _figures_of_part(repair_progress):
-                arm.run(repair_progress.add, results)
-        finally:  # those of the trials before an error, too
-            result = repair_report.figures(results, arm.skipped)
-            _print(result, repair_report, as_json, as_markdown, output)
-        repair_progress.exit_if_interrupted()
+        campaign["skipped"] = arm.skipped
+        repair_file = ResultsFile(output, campaign, TypeAdapter(repair.RepairResults))
+        _run_repair(arm, repair_file, continued, misses, show)
         return
-    verdicts: list[TrialVerdict] = []
-    skipped: list[str] = []
+    foreign = None
+    if "foreign" in chosen_arms:
+        foreign = ForeignArm(
+            kinds_of["foreign"], trials, seed, largest=largest, none_seconds=healthy_seconds
+        )
+    skipped = [] if foreign is None else foreign.skipped
+    campaign["skipped"] = list(skipped)
+    file = ResultsFile(output, campaign, TypeAdapter(list[TrialVerdict]))
+    verdicts = file.read(continued) if continued else []
+    done = {(one.arm, one.kind, one.number) for one in verdicts}
     progress = _ProgressLine(trials * sum(map(len, kinds_of.values())), misses)
+    progress.add(len(verdicts))
+
+    def content() -> dict[str, Any]:
+        return file.content({**figures(verdicts, chosen), "skipped": skipped}, verdicts)
 
     def judged(verdict: TrialVerdict) -> None:
         verdicts.append(verdict)
         progress(verdict)
+        file.write_part(content)
 
-    if "synthetic" in chosen_arms:
-        campaign = Campaign(seed, trials, kinds_of["synthetic"], max(largest, 8))
-        verdicts += campaign.run(jobs, progress)
     with _figures_of_part(progress):
+        if "synthetic" in chosen_arms:
+            synthetic = Campaign(seed, trials, kinds_of["synthetic"], max(largest, 8))
+            synthetic.run(jobs, judged, done)
         if "real" in chosen_arms:
-            RealArm(kinds_of["real"], trials, seed).run(judged)
-        if "foreign" in chosen_arms:
-            foreign = ForeignArm(
-                kinds_of["foreign"], trials, seed, largest=largest, none_seconds=healthy_seconds
-            )
-            skipped = foreign.skipped
-            foreign.run(judged)
-    result = {**figures(verdicts, chosen), "skipped": skipped}
-    _print(result, report, as_json, as_markdown, output)
+            RealArm(kinds_of["real"], trials, seed).run(judged, done)
+        if foreign is not None:
+            foreign.run(judged, done)
+    result = content()
+    file.write(result)
+    show(result, report)
+    progress.exit_if_interrupted()
+
+
+def _run_repair(
+    arm: repair.RepairArm,
+    file: ResultsFile[repair.RepairResults],
+    continued: Path | None,
+    misses: bool,
+    show: Callable[[dict[str, Any], _ArmReport], None],
+) -> None:
+    results = file.read(continued) if continued else repair.RepairResults()
+    progress = _ProgressLine(arm.total, misses)
+
+    def content() -> dict[str, Any]:
+        return file.content(repair_report.figures(results, arm.skipped), results)
+
+    def played(trials: int, miss: str) -> None:
+        progress.add(trials, miss)
+        if trials:
+            file.write_part(content)
+
+    try:
+        with _figures_of_part(progress):
+            arm.run(played, results)
+    finally:  # those of the trials before an error, too
+        result = content()
+        file.write(result)
+        show(result, repair_report)
     progress.exit_if_interrupted()
 
 
@@ -190,18 +244,9 @@ def _figures_of_part(progress: _ProgressLine) -> Iterator[None]:
             raise
 
 
-def _print(
-    result: dict[str, Any],
-    shown: _ArmReport,
-    as_json: bool,
-    as_markdown: bool,
-    output: Path | None,
-) -> None:
-    text = json.dumps(result, indent=2)
-    if output is not None:
-        output.write_text(text + "\n")
+def _print(result: dict[str, Any], shown: _ArmReport, as_json: bool, as_markdown: bool) -> None:
     if as_json:
-        click.echo(text)
+        click.echo(json.dumps(result, indent=2))
     elif as_markdown:
         click.echo(shown.markdown(result))
     else:

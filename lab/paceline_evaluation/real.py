@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import datetime
 
 import click
@@ -42,24 +42,32 @@ class RealArm:
     """Runs trials of `kinds` one after another."""
 
     def __init__(self, kinds: tuple[str, ...], trials: int, seed: int) -> None:
-        self.kinds, self.trials = kinds, trials
-        self.chance = random.Random(seed)
+        self.kinds, self.trials, self.seed = kinds, trials, seed
         self.cluster = Cluster(node_count=AXES[0] * AXES[1] * AXES[2] // GPUS_PER_NODE, port=0)
         self._jobs = 0
 
-    def run(self, report: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
-        """Run all trials; call `report` with each verdict.
+    def run(
+        self, report: Callable[[TrialVerdict], None], done: Collection[tuple[str, str, int]] = ()
+    ) -> list[TrialVerdict]:
+        """Run all trials but those whose arm, kind and number are in `done`; report each verdict.
 
         Raises click.ClickException if the cluster or a job does not start.
         """
+        trials = [
+            (kind, number)
+            for kind in self.kinds
+            for number in range(self.trials)
+            if ("real", kind, number) not in done
+        ]
+        if not trials:
+            return []
         verdicts = []
         with self._running() as client:
             job: ObservedJob | None = None
-            for kind in self.kinds:
-                for number in range(self.trials):
-                    job, record = self._trial(client, job, kind, number)
-                    verdicts.append(judge(record))
-                    report(verdicts[-1])
+            for kind, number in trials:
+                job, record = self._trial(client, job, kind, number)
+                verdicts.append(judge(record))
+                report(verdicts[-1])
         return verdicts
 
     @contextlib.contextmanager
@@ -85,7 +93,7 @@ class RealArm:
         else:
             if job is None:
                 job = self._start(client, (), warm=True)
-            record = self._sudden(job, kind)
+            record = self._sudden(job, kind, random.Random(f"{self.seed} {kind} {number}"))
             if job.is_over or kind in inject.FATAL:
                 self._stop(job)
                 job = None
@@ -121,21 +129,19 @@ class RealArm:
         fault = TrialFault(kind, 0, inject.UNEVEN_MAGNITUDE, stage=stage)
         return job.record(kind, (fault,), set(), 0)
 
-    def _sudden(self, job: ObservedJob, kind: str) -> TrialRecord:
+    def _sudden(self, job: ObservedJob, kind: str, chance: random.Random) -> TrialRecord:
         """Run healthy steps, inject the fault, record the findings, remove the fault."""
         job.poll()
         earlier, first = set(job.incidents), job.step
         if kind == "none":
             job.wait_for_steps(_NONE_STEPS)
             return job.record(kind, (), earlier, first)
-        if not job.wait_for_steps(self.chance.randint(*_HEALTHY_STEPS)):
+        if not job.wait_for_steps(chance.randint(*_HEALTHY_STEPS)):
             raise click.ClickException(
                 f"the job ended before the fault was injected: {job.view.get('verdict')}"
             )
         started = datetime.now().astimezone()
-        faults, remove_faults = inject.inject(
-            kind, self.cluster, job.ranks(), job.step + 1, self.chance
-        )
+        faults, remove_faults = inject.inject(kind, self.cluster, job.ranks(), job.step + 1, chance)
         try:
             if kind in inject.FATAL:
                 job.wait_until(lambda: self._is_fatal_detected(job, earlier), _FATAL_SECONDS)

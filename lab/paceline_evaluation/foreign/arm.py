@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -83,15 +83,24 @@ class ForeignArm:
             self.skipped.append(sentence)
         return False
 
-    def run(self, report: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
-        """Run all trials; call `report` with each verdict.
+    def run(
+        self, report: Callable[[TrialVerdict], None], done: Collection[tuple[str, str, int]] = ()
+    ) -> list[TrialVerdict]:
+        """Run all trials but those whose arm, kind and number are in `done`; report each verdict.
 
         Raises:
             click.ClickException: the cluster does not start.
         """
+        trials = [
+            (number, plan)
+            for number, plan in enumerate(self.plans)
+            if ("foreign", plan.kind, number) not in done
+        ]
+        if not trials:
+            return []
         verdicts = []
         with self.cluster.running() as client:
-            for number, plan in enumerate(self.plans):
+            for number, plan in trials:
                 try:
                     record = self._trial(client, plan)
                 except TrainingFailedError as error:

@@ -25,7 +25,7 @@ Report = Callable[[int, str], None]  # number of trials done, and what to print 
 
 @dataclass
 class RepairResults:
-    """The outcomes of all trials, and the other measurements."""
+    """The outcomes of the finished trials, and the other measurements."""
 
     trials: list[TrialResult] = field(default_factory=list)
     baseline: list[TrialResult] = field(default_factory=list)
@@ -72,16 +72,19 @@ class RepairArm:
     def run(self, report: Report, results: RepairResults) -> None:
         """Run all trials and add to the results, which count also if this is interrupted.
 
-        The first fault that cannot be played ends its job, not the arm.
+        Trials that are among the results are not repeated. The first fault that cannot be played
+        ends its job, not the arm.
         """
-        for database, trials in groupby(self.trials, key=lambda trial: trial.database):
+        left = _left(self.trials, results.trials, report)
+        for database, trials in groupby(left, key=lambda trial: trial.database):
             cluster = RepairCluster(database)
             with cluster.running():
                 self._play_all(cluster, list(trials), results, report)
-        if same := self._baseline():
+        if same := _left(self._baseline(), results.baseline, report):
             torchrun.play_all(same, report, results.baseline)
         if "none" in self.kinds:
-            results.healthy = noise.Healthy()
+            results.healthy = results.healthy or noise.Healthy()
+            report(results.healthy.real_trials, "")
             self._watch_healthy(results.healthy, report)
         if "mttf_60" in self.kinds:
             self._measure_ettr(report, results.ettr)
@@ -90,10 +93,11 @@ class RepairArm:
         """Watch healthy jobs, the trainings in turn: one minute for each trial."""
         cluster = RepairCluster(self._usual)
         share = -(-self.count // len(self.trainings))
+        first = healthy.real_trials
         with noise.simulating(healthy, self.seed, self.count) as wait:
             with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
-                for number in range(self.count):
-                    if number % share == 0:
+                for number in range(first, self.count):
+                    if number == first or number % share == 0:
                         stop_jobs(cluster.url, cluster.operator_token)
                         running = self._job(cluster, client, self.trainings[number // share])
                     noise.train(healthy, running, self.seed, number)
@@ -116,17 +120,21 @@ class RepairArm:
             else:
                 report(0, f"{launcher} did not recover from one of the kills")
 
-        cluster = RepairCluster(self._usual)
-        with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
-            running = self._job(cluster, client, with_memory)
-            running.make_steady()
-            measure("Paceline", running.log, with_memory)
-            stop_jobs(cluster.url, cluster.operator_token)
+        done = {one.launcher for one in results}
+        report(self.count * len(done), "")
+        if "Paceline" not in done:
+            cluster = RepairCluster(self._usual)
+            with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
+                running = self._job(cluster, client, with_memory)
+                running.make_steady()
+                measure("Paceline", running.log, with_memory)
+                stop_jobs(cluster.url, cluster.operator_token)
             report(self.count, "")
-        with torchrun.jobs() as make:
-            job = make(with_disk)
-            if job.make_steady():
-                measure("torchrun", job.log, with_disk)
+        if "torchrun" not in done:
+            with torchrun.jobs() as make:
+                job = make(with_disk)
+                if job.make_steady():
+                    measure("torchrun", job.log, with_disk)
             report(self.count, "")
 
     def _play_all(
@@ -170,19 +178,31 @@ class RepairArm:
             report(0, f"{state.trainer}: the last state differs: {state}")
 
 
+def _left(
+    trials: Sequence[PlannedTrial], finished: Sequence[TrialResult], report: Report
+) -> list[PlannedTrial]:
+    """Return the trials that are not finished; report the others as done."""
+    done = {(result.kind, result.number) for result in finished}
+    left = [trial for trial in trials if (trial.plan.kind, trial.number) not in done]
+    report(len(trials) - len(left), "")
+    return left
+
+
 def _played(trial: PlannedTrial, running: RunningJob) -> TrialResult:
     running.chance = random.Random(trial.seed)
+    plan = trial.plan
     try:
-        return play(trial.plan, running)
+        result = play(plan, running)
     except click.ClickException as error:
-        plan = trial.plan
-        return TrialResult(
+        result = TrialResult(
             plan.kind,
             plan.name,
             trial.training.name,
             required=plan.outcome,
             outcome=f"not played: {error.message}",
         )
+    result.number = trial.number
+    return result
 
 
 def _text(result: TrialResult) -> str:

@@ -48,9 +48,11 @@ _STRETCH_STEPS = 16
 class Healthy:
     """The time of healthy jobs, and the actions and incidents in it."""
 
+    real_trials: int = 0
     real_seconds: float = 0.0
     real_restarts: int = 0
     real_incidents: int = 0  # above severity `info`
+    simulated_trials: int = 0
     simulated_seconds: float = 0.0
     simulated_steps: int = 0
     simulated_jobs: int = 0
@@ -147,7 +149,7 @@ class SimulatedJob(SyntheticJob):
 
 def simulate(seed: int, number: int) -> Healthy:
     """Return the outcome of SIMULATED_SECONDS of healthy simulated jobs."""
-    healthy = Healthy()
+    healthy = Healthy(simulated_trials=1)
     while healthy.simulated_seconds < SIMULATED_SECONDS:
         job = SimulatedJob((seed, number, healthy.simulated_jobs))
         job.run()
@@ -165,24 +167,25 @@ def simulate(seed: int, number: int) -> Healthy:
 
 
 @contextmanager
-def simulating(healthy: Healthy, seed: int, number: int) -> Iterator[Callable[[], None]]:
-    """Run `simulate` that many times in a process of its own.
+def simulating(healthy: Healthy, seed: int, trials: int) -> Iterator[Callable[[], None]]:
+    """Run the trials of `simulate` that are left, up to this number, in a process of its own.
 
     The results are added at the end, those of an interrupted one, too. Yields a function that waits
     for all of them.
     """
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        trials = [pool.submit(simulate, seed, trial) for trial in range(number)]
+        left = range(healthy.simulated_trials, trials)
+        running = [pool.submit(simulate, seed, number) for number in left]
 
         def wait() -> None:
-            for trial in trials:
+            for trial in running:
                 trial.result()
 
         try:
             yield wait
         finally:
             pool.shutdown(cancel_futures=True)
-            for trial in trials:
+            for trial in running:
                 if not trial.cancelled() and trial.exception() is None:
                     healthy.add(trial.result())
 
@@ -201,6 +204,7 @@ def train(healthy: Healthy, running: RunningJob, seed: int, number: int) -> None
         environment=environment,
     ):
         wait_until(lambda: False, MINUTE_SECONDS, 1.0)
+    healthy.real_trials += 1
     healthy.real_seconds += MINUTE_SECONDS
     healthy.real_restarts += running.job()["generation"] - generation
     new = [one for key, one in running.incidents().items() if key not in incidents]

@@ -269,7 +269,12 @@ def play_all(
 def _play(trial: PlannedTrial, job: TorchrunJob) -> TrialResult:
     plan = trial.plan
     result = TrialResult(
-        plan.kind, plan.name, job.training.name, launcher="torchrun", required=plan.outcome
+        plan.kind,
+        plan.name,
+        job.training.name,
+        launcher="torchrun",
+        number=trial.number,
+        required=plan.outcome,
     )
     job.chance = random.Random(trial.seed)
     if not job.make_steady():

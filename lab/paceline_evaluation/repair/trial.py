@@ -88,6 +88,7 @@ class TrialResult:
     fault: str
     trainer: str
     launcher: str = "paceline"
+    number: int = 0  # among the trials of its kind
     hit: str = ""
     required: Outcome = "restart"
     outcome: str = ""  # "recovered", "left alone", "ended", or what went wrong

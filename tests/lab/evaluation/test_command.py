@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from click.testing import CliRunner
 
 from paceline_evaluation.campaign import Campaign
 from paceline_evaluation.command import evaluate
+from paceline_evaluation.repair import torchrun
 from paceline_evaluation.repair.arm import RepairArm, RepairResults
+from paceline_evaluation.repair.cluster import RepairCluster
+from paceline_evaluation.repair.schedule import PlannedTrial
 from paceline_evaluation.repair.trial import TrialResult
 from paceline_evaluation.scoring import TrialVerdict
 from paceline_evaluation.trial import Length
@@ -82,6 +87,8 @@ def test_json_has_the_documented_keys(tmp_path: Path):
         (["--output", "/nowhere/found.json"], "there is no folder /nowhere"),
         (["--arms", "real", "--kinds", "late_link"], "the real arm does not support these"),
         (["--arms", "foreign", "--kinds", "late_link"], "the foreign arm does not support these"),
+        (["--continue", "/nowhere/found.json"], "'/nowhere/found.json' does not exist"),
+        (["--continue", __file__], "expected the JSON that --output wrote"),
     ],
 )
 def test_an_invalid_option_is_refused_in_one_sentence(arguments: list[str], message: str):
@@ -117,3 +124,101 @@ def test_an_interrupted_evaluation_reports_what_is_done(
     assert ended.exit_code == 130
     assert "Interrupted: these are 1 of " in ended.stderr
     assert json.loads(output.read_text())["overall"]["n"] == 1
+
+
+def played(trial: PlannedTrial, launcher: str) -> TrialResult:
+    plan = trial.plan
+    result = TrialResult(plan.kind, plan.name, trial.training.name, launcher, trial.number)
+    result.outcome, result.is_right, result.seconds = "recovered", True, float(trial.number)
+    return result
+
+
+def test_a_continued_repair_arm_plays_only_the_faults_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """SIGTERM ends the first run during its third fault."""
+    begun: list[PlannedTrial] = []
+
+    def play_all(
+        arm: RepairArm,
+        cluster: RepairCluster,
+        trials: Sequence[PlannedTrial],
+        results: RepairResults,
+        report: Any,
+    ) -> None:
+        for trial in trials:
+            begun.append(trial)
+            if len(begun) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            results.trials.append(played(trial, "paceline"))
+            report(1, "")
+
+    def play_baseline(
+        trials: Sequence[PlannedTrial], report: Any, results: list[TrialResult]
+    ) -> None:
+        results += [played(trial, "torchrun") for trial in trials]
+
+    monkeypatch.setattr(RepairCluster, "running", lambda cluster: contextlib.nullcontext())
+    monkeypatch.setattr(RepairArm, "_play_all", play_all)
+    monkeypatch.setattr(torchrun, "play_all", play_baseline)
+    output = tmp_path / "part.json"
+    arguments = ["--arms", "repair", "--kinds", "process,server", "--trials", "2", "--json"]
+    assert CliRunner().invoke(evaluate, [*arguments, "--output", str(output)]).exit_code == 130
+    assert json.loads(output.read_text())["overall"]["n"] == 2
+    ended = CliRunner().invoke(evaluate, [*arguments, "--continue", str(output)])
+    assert ended.exit_code == 0, ended.output
+    interrupted = begun.pop(2)
+    assert begun[2] == interrupted
+    assert len(set(begun)) == len(begun) == 4
+    whole = CliRunner().invoke(evaluate, arguments)
+    assert json.loads(ended.stdout) == json.loads(whole.stdout)
+
+
+def test_a_continued_campaign_reports_as_if_it_had_not_been_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_trial = Campaign.trial
+    begun: list[tuple[str, int]] = []
+
+    def trial(campaign: Campaign, kind: str, number: int) -> TrialVerdict:
+        begun.append((kind, number))
+        if len(begun) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return run_trial(campaign, kind, number)
+
+    monkeypatch.setattr(Campaign, "trial", trial)
+    output = tmp_path / "part.json"
+    arguments = ["--kinds", "crash,hang", "--trials", "1", "--largest", "8", "--jobs", "1"]
+    part = CliRunner().invoke(evaluate, [*arguments, "--output", str(output)])
+    assert part.exit_code == 130
+    assert "Interrupted: these are 1 of 2 trials." in part.stderr
+    assert json.loads(output.read_text())["by_kind"]["crash"]["n"] == 0
+    options = [*arguments, "--continue", str(output), "--output", str(output), "--json"]
+    ended = CliRunner().invoke(evaluate, options)
+    assert ended.exit_code == 0, ended.output
+    assert begun == [("hang", 0), ("crash", 0), ("crash", 0)]
+    whole = CliRunner().invoke(evaluate, [*arguments, "--json"])
+    assert json.loads(ended.stdout) == json.loads(whole.stdout) == json.loads(output.read_text())
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seed", "2", "expected a run with seed 2; that of FILE has 1"),
+        ("--trials", "3", "expected a run with trials 3; that of FILE has 1"),
+        ("--kinds", "none", "expected a run with kinds none; that of FILE has hang"),
+    ],
+)
+def test_a_run_with_other_options_is_not_continued(
+    tmp_path: Path, option: str, value: str, message: str
+):
+    output = tmp_path / "part.json"
+    options = {"--seed": "1", "--trials": "1", "--kinds": "hang", "--largest": "8", "--jobs": "1"}
+    first = CliRunner().invoke(evaluate, [*sum(options.items(), ()), "--output", str(output)])
+    assert first.exit_code == 0, first.output
+    others = sum({**options, option: value}.items(), ())
+    refused = CliRunner().invoke(evaluate, [*others, "--continue", str(output)])
+    assert refused.exit_code == 2
+    assert message.replace("FILE", str(output)) in " ".join(refused.stderr.split())
