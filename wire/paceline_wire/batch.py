@@ -188,6 +188,7 @@ class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
     log_tail: str = ""
     drained: bool = False  # stopped by its agent, which was shut down on request
     renewable: bool = False  # the other ranks of its node can stay for the next generation
+    launcher_signal: int | None = None  # that asked its launcher to end, which ended the rank
 
 
 class RankState(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="rank_state"):

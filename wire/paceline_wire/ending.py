@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 ERROR_CHARACTERS = 4096  # the end of a longer traceback is kept
 _FILE_BYTES = 1 << 16
@@ -23,6 +24,7 @@ class Ending(msgspec.Struct, frozen=True):
     exit_code: int | None = None
     signal: int | None = None
     error: str = ""  # traceback of the exception
+    launcher_signal: int | None = None  # that asked the launcher to end, which ends its ranks then
 
     @property
     def has_status(self) -> bool:
@@ -49,14 +51,18 @@ def file_mode(directory: Path) -> int:
 
 
 def write_ending(ring: Path, ending: Ending) -> None:
-    """Write the file; an error that the rank reported before is kept.
+    """Write the file; an error and a signal of the launcher that were reported before are kept.
 
     Raises OSError if the directory cannot be written.
     """
     path = ending_path(ring)
-    earlier = read_ending(ring, os.getuid())
-    error = (earlier.error if earlier is not None else "") or ending.error[-ERROR_CHARACTERS:]
-    encoded = msgspec.json.encode(Ending(ending.exit_code, ending.signal, error))
+    earlier = read_ending(ring, os.getuid()) or Ending()
+    kept = replace(
+        ending,
+        error=earlier.error or ending.error[-ERROR_CHARACTERS:],
+        launcher_signal=earlier.launcher_signal or ending.launcher_signal,
+    )
+    encoded = msgspec.json.encode(kept)
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -89,6 +95,8 @@ def read_ending(ring: Path, owner: int) -> Ending | None:
 
 def _checked(ending: Ending) -> Ending | None:
     """Return it if a process can end with these numbers, else None."""
-    code, number = ending.exit_code, ending.signal
-    is_valid = (code is None or 0 <= code <= 255) and (number is None or 0 < number <= 64)
-    return Ending(code, number, ending.error[-ERROR_CHARACTERS:]) if is_valid else None
+    code, numbers = ending.exit_code, (ending.signal, ending.launcher_signal)
+    is_valid = (code is None or 0 <= code <= 255) and all(
+        number is None or 0 < number <= 64 for number in numbers
+    )
+    return replace(ending, error=ending.error[-ERROR_CHARACTERS:]) if is_valid else None

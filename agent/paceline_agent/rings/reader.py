@@ -465,6 +465,7 @@ class Rings:
             pid=attached.reader.identity.pid,
             exit_code=0 if finished else ending.exit_code,
             signal=ending.signal,
+            launcher_signal=ending.launcher_signal,
             log_tail=ending.error,
             **attached.key._asdict(),
         )

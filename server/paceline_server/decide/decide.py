@@ -21,7 +21,7 @@ from paceline_server.decide.restart.advance import advance_restart
 from paceline_server.decide.restart.start import finish_start
 from paceline_server.decide.restart.warm_spare import keep_spare_warm
 from paceline_server.decide.stop_job import advance_stop
-from paceline_server.decide.types import Decision, JobView
+from paceline_server.decide.types import Decision, JobView, RankView
 from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE
@@ -84,10 +84,10 @@ def _advance(draft: Draft) -> None:
 
 
 def _end_if_finished(draft: Draft) -> None:
-    """End the job as finished if every rank exited with code 0, uncommanded."""
+    """End the job as finished if every rank exited with code 0 by itself."""
     ranks = draft.ranks
     if not ranks or any(
-        rank.state != "exited" or rank.exit_code != 0 or rank.commanded for rank in ranks
+        rank.state != "exited" or rank.exit_code != 0 or _was_requested(rank) for rank in ranks
     ):
         return
     for action in draft.actions("proposed", "approved", "running"):
@@ -98,6 +98,11 @@ def _end_if_finished(draft: Draft) -> None:
     for incident in draft.incidents():
         resolve(draft, incident, "The job has finished.")
     draft.change_state("finished", "All ranks finished.")
+
+
+def _was_requested(rank: RankView) -> bool:
+    """Return whether Paceline, or a signal to its launcher, asked the rank to end."""
+    return rank.commanded or rank.launcher_signal is not None
 
 
 def _end_if_superseded(draft: Draft) -> None:
@@ -137,7 +142,7 @@ def _is_being_explained(draft: Draft) -> bool:
 def _end_if_dead(draft: Draft) -> None:
     """End the job as failed if no rank is left and none will be restarted.
 
-    It counts as stopped if the shutdown of its agents ended it.
+    It counts as stopped if the shutdown of its agents, or a signal to its torchrun, ended it.
     """
     ranks = draft.ranks
     unfinished = draft.actions("proposed", "approved", "running")
@@ -152,7 +157,7 @@ def _end_if_dead(draft: Draft) -> None:
     if draft.policy.mode in NEVER_ACTS and was_requested:
         for incident in incidents:
             resolve(draft, incident, "The job was stopped.")
-        draft.change_state("stopped", "Stopped on request: its agents were shut down.")
+        draft.change_state("stopped", critical[0].finding.summary)
     elif draft.policy.mode in NEVER_ACTS or rejected:
         resolve_information(draft)
         draft.change_state("failed", "All ranks have exited and will not be restarted.")

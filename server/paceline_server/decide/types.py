@@ -66,6 +66,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     signal: int | None = None
     commanded: bool = False
+    launcher_signal: int | None = None  # that asked its launcher to end, which ended the rank
     step: int | None = None  # newest finished step of this generation
 
 

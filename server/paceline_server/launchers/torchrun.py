@@ -21,6 +21,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import IssuedCommand, LaunchRequest
+from paceline_server.detect.rank_exit.ending import signal_name
 from paceline_server.engine.types import Launch
 from paceline_server.launchers.contract import (
     LauncherParts,
@@ -60,6 +61,7 @@ class _Process(msgspec.Struct, frozen=True):
     generation: int  # as the rank reports it
     started_ns: int  # CLOCK_MONOTONIC of its node
     has_exited: bool
+    launcher_signal: int | None
     metadata: dict[str, str]
 
     @property
@@ -148,6 +150,10 @@ class TorchrunLauncher:
 
     def _observe_ended(self, request: LaunchRequest, job: _KnownJob) -> ShownRequest:
         """Return the observation of a job whose ranks have all ended."""
+        signals = [one.launcher_signal for one in job.processes if one.launcher_signal is not None]
+        if len(signals) == len(job.processes):
+            names = " and ".join(sorted({signal_name(number) for number in signals}))
+            return _seen("over", f"torchrun received {names}, which ended the job.", job)
         now = self._clock()
         since = self._gone_since.setdefault(request.action_id, now)
         if (used_up := _used_up(job)) is not None and not job.sent:
@@ -196,6 +202,7 @@ def _load(session: Session, request: LaunchRequest) -> tuple[_KnownJob, int]:
                 generation=generation,
                 started_ns=found.started_ns,
                 has_exited=rank.state == "exited",
+                launcher_signal=rank.launcher_signal,
                 metadata=found.identity.metadata,
             )
         )

@@ -289,6 +289,7 @@ class RankRow(Base):
     exit_code: Mapped[int | None]
     signal: Mapped[int | None]
     commanded: Mapped[bool]
+    launcher_signal: Mapped[int | None]  # `RankExited.launcher_signal`
 
 
 class AttachmentRow(Base):

@@ -70,6 +70,7 @@ class RankRows:
                     exit_code=event.exit_code,
                     signal=event.signal,
                     commanded=event.commanded,
+                    launcher_signal=event.launcher_signal,
                     process_state=None,
                 )
 

@@ -96,6 +96,17 @@ def test_a_watched_job_whose_agents_are_shut_down_was_stopped(world: World) -> N
     assert not world.open_incidents()
 
 
+def test_a_watched_job_whose_torchrun_received_a_signal_was_stopped_also_if_all_exit_with_0(
+    world: World,
+) -> None:
+    world.policy = Policy(mode="observe")
+    world.detects = False
+    for rank in range(8):
+        world._exited(rank, exit_code=0, launcher_signal=15)
+    world.run(1.0, (world._fatal("failure", "stopped on request", None, "node-0"),))
+    world.until(lambda: world.state == "stopped")
+
+
 def test_a_bubble_beside_a_straggler_is_its_symptom(world: World) -> None:
     world.policy = Policy(mode="observe")
     world.tick((world.finding("bubble", severity="info", cause="uneven stages"),))

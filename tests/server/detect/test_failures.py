@@ -1,6 +1,7 @@
 """Exited ranks, lost nodes, lost GPUs and non-finite losses."""
 
 import math
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -248,7 +249,7 @@ def test_exits_are_ordered_by_the_clock_of_the_server():
     assert [found.rank for found in tick(job)] == [0]
 
 
-def drain(job: SimulatedJob, *ranks: int) -> None:
+def drain(job: SimulatedJob, *ranks: int, **how: Any) -> None:
     for rank in ranks:
         exited = RankExited(
             time_ns=job.now_ns,
@@ -256,8 +257,7 @@ def drain(job: SimulatedJob, *ranks: int) -> None:
             generation=0,
             rank=rank,
             pid=4000 + rank,
-            signal=15,
-            drained=True,
+            **(how or {"signal": 15, "drained": True}),
         )
         job.engine.feed(job.batch(job.node(rank), events=[exited]), job.now_ns)
 
@@ -278,6 +278,15 @@ def test_ranks_that_lost_those_of_a_drained_node_are_not_blamed(job):
     [found] = all_nodes_report(job)
     assert (found.cause, found.node) == ("stopped on request", None)
     assert found.summary == "Ranks 4, 5 were stopped on request: the agent of node-2 was shut down."
+
+
+def test_ranks_whose_torchrun_was_asked_to_end_were_stopped_whatever_they_did_then(job):
+    drain(job, 0, 1, 2, 3, signal=15, launcher_signal=15)
+    drain(job, 4, 5, exit_code=3, log_tail="KeyError: 3", launcher_signal=15)
+    drain(job, 6, 7, exit_code=0, launcher_signal=15)
+    [found] = all_nodes_report(job)
+    assert (found.cause, found.rank, found.node) == ("stopped on request", None, None)
+    assert found.summary == "All 8 ranks were stopped on request: torchrun received SIGTERM."
 
 
 def hang_of_rank_3(job: SimulatedJob) -> Finding:

@@ -176,6 +176,18 @@ def test_a_torchrun_that_has_given_up_is_not_waited_for_forever(world: TorchrunW
     assert (seen.state, "has given up" in seen.detail) == ("refused", True)
 
 
+def test_torchruns_that_were_asked_to_end_start_nothing_again(world: TorchrunWorld) -> None:
+    request, launcher = request_of(world), TorchrunLauncher(world.database)
+    with world.database.write() as session:
+        session.query(RankRow).update({"state": "exited"})
+        session.query(RankRow).where(RankRow.rank == 1).update({"launcher_signal": 15})
+    assert launcher.observe(request).state == "begun", "the torchrun of n0 still runs"
+    with world.database.write() as session:
+        session.query(RankRow).update({"launcher_signal": 15})
+    seen = launcher.observe(request)
+    assert (seen.state, seen.detail) == ("over", "torchrun received SIGTERM, which ended the job.")
+
+
 def test_agents_that_cannot_end_their_ranks_are_the_reason(world: TorchrunWorld) -> None:
     request, launcher = request_of(world), TorchrunLauncher(world.database)
     launcher.begin(request, launcher.observe(request))

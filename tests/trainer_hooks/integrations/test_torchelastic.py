@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
 
@@ -85,9 +86,18 @@ def test_how_ranks_ended_that_a_signal_to_torchrun_ended_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = f"touch {tmp_path}/$RANK.ready; while :; do sleep 0.05; done"
-    scripts = [ready, f"trap 'exit 0' TERM; {ready}", f"trap 'exit 9' TERM; {ready}"]
+    # The agent may read the file as soon as a rank has ended.
+    copies = f"trap 'cp {tmp_path}/*.r1.end {tmp_path}/copy; exit 0' TERM; {ready}"
+    scripts = [ready, copies, f"trap 'exit 9' TERM; {ready}"]
     endings = run(scripts, tmp_path, monkeypatch, signaled=True)
-    assert endings == [Ending(None, signal.SIGTERM), None, Ending(9)]
+    assert endings == [
+        Ending(None, signal.SIGTERM, launcher_signal=signal.SIGTERM),
+        Ending(0, launcher_signal=signal.SIGTERM),
+        Ending(9, launcher_signal=signal.SIGTERM),
+    ]
+    assert Ending(launcher_signal=signal.SIGTERM) == msgspec.json.decode(
+        (tmp_path / "copy").read_bytes(), type=Ending
+    )
 
 
 def test_a_rank_that_finishes_first_is_written_while_the_others_run(

@@ -6,8 +6,8 @@ torchrun notices the first ranks that fail, then ends the others. Its events hav
 only when the job is over, and not for restarts. So the adapter takes them when torchrun begins to
 end the others, and hands them to the agent: with the traceback that `@record` wrote, unless the
 rank's hooks reported one themselves. The exit code 0 of a rank is handed over while torchrun still
-waits for the others: after `os._exit(0)` its hooks saw no end. If a signal ends torchrun, all ranks
-are reported as it ended them.
+waits for the others: after `os._exit(0)` its hooks saw no end. If a signal asks torchrun to end, it
+ends all ranks and starts none again: they are reported with that signal, whatever they do on it.
 
 A rank that ends before it records, such as by an error of an import, has no ring. If a rank fails,
 the adapter writes the rings that are missing once all have ended: the job is shown. The ring of a
@@ -68,10 +68,13 @@ def _reporting(close_all: Callable[..., Any]) -> Callable[..., Any]:
         ends = RankEnds(self)
         ends.report_failures()
         report_finished(self)
+        number = _signal_of(sys.exc_info()[1])
+        if number is not None:
+            report_terminated(self, number)
         result = close_all(self, *args, **options)
         ends.report_unrecorded()
-        if type(sys.exc_info()[1]).__name__ == "SignalException":
-            report_terminated(self)
+        if number is not None:
+            report_terminated(self, number)
         return result
 
     return close
@@ -95,15 +98,24 @@ def report_finished(context: Any) -> None:
     reported: set[int] = getattr(context, "_paceline_finished", set())
     context._paceline_finished = reported | finished
     for local_rank in finished - reported:
-        _write_ending(context, local_rank, 0)
+        _write_ending(context, local_rank, _ending(0))
 
 
 @never_raises
-def report_terminated(context: Any) -> None:
-    """Write how the ranks ended that torchrun ended because a signal asked itself to end."""
+def report_terminated(context: Any, number: int) -> None:
+    """Write that a signal asked torchrun to end, and how its ranks ended, as far as they have.
+
+    Before torchrun ends them, because a rank that exits with 0 then reports that by itself.
+    """
     for local_rank, status in _return_codes(context).items():
-        if status:
-            _write_ending(context, local_rank, status)
+        ending = Ending() if status is None else _ending(status)
+        _write_ending(context, local_rank, replace_fields(ending, launcher_signal=number))
+
+
+def _signal_of(error: BaseException | None) -> int | None:
+    """Return the signal that torch's `SignalException` reports; None if it is another error."""
+    is_signal = type(error).__name__ == "SignalException"
+    return int(getattr(error, "sigval", 0)) or None if is_signal else None
 
 
 def _return_codes(context: Any) -> dict[int, int | None]:
@@ -116,11 +128,11 @@ def _return_codes(context: Any) -> dict[int, int | None]:
     return {local_rank: handler.proc.returncode for local_rank, handler in handlers.items()}
 
 
-def _write_ending(context: Any, local_rank: int, status: int) -> None:
+def _write_ending(context: Any, local_rank: int, ending: Ending) -> None:
     """Write how a rank ended, if it has a ring."""
     rank = read_rank_environment(_environment(context, local_rank))
     if rank is not None and rank.ring_path.exists():
-        write_ending(rank.ring_path, _ending(status))
+        write_ending(rank.ring_path, ending)
 
 
 @never_raises

@@ -6,7 +6,8 @@ arrive: another rank that died first, one that exited with code 0 while its peer
 node. Ranks of external jobs, whose exit code is unknown, are held back as well. Among these, ranks
 that waited in a communication are victims, and those that ended together on one node are reported
 together. If all ranks ended alike at once, as when a scheduler kills the job, none is the culprit.
-Ranks that their agents stopped, because these were shut down, were stopped on request.
+Ranks that their agents stopped, because these were shut down, were stopped on request, as were
+those whose torchrun received a signal to end.
 
 A process that aborts itself without a lost connection is blamed if no other rank is the cause. If
 gloo aborted it because the ranks entered different collectives, those that entered another one are
@@ -43,6 +44,7 @@ from paceline_server.detect.rank_exit.ending import (
     is_cause,
     is_unknown,
     predicate,
+    signal_name,
     way_of_end,
     without_numbers,
 )
@@ -87,9 +89,9 @@ class ExitDetector(Detector):
         self._waiting_ranks: set[int] = set()  # exited while waiting for other ranks
         self._joining: dict[int, float] = {}  # seconds in `init_process_group`, if not returned
         self._reported_rank: int | None = None  # the culprit, or the first of several
-        self._drained: dict[int, ReportedExit] = {}  # stopped by their agents on request
+        self._requested: dict[int, ReportedExit] = {}  # stopped on request: see below
         self._reported_all = False
-        self._reported_drained: list[int] = []
+        self._reported_requested: list[int] = []
         self._oom_kills = OomKills()
         self._is_out_of_memory = False  # whether the reported cause is out of memory
         self._mismatch_until_ns = 0  # until then records may show which rank a mismatch is due to
@@ -100,7 +102,7 @@ class ExitDetector(Detector):
         for reported in observation.exits:
             self._add(reported, observation)
         self._oom_kills.add(observation)
-        if self._drained and not any(map(is_cause, self._abnormal.values())):
+        if self._requested and not any(map(is_cause, self._abnormal.values())):
             return self._stopped_on_request(observation)
         if not self._abnormal:
             return []
@@ -126,8 +128,8 @@ class ExitDetector(Detector):
         event, rank = reported.event, reported.event.rank
         if event.commanded:
             return
-        if event.drained:
-            self._drained.setdefault(rank, reported)
+        if event.drained or event.launcher_signal is not None:
+            self._requested.setdefault(rank, reported)
             return
         if event.exit_code == 0:
             self._finished.setdefault(rank, reported)
@@ -413,31 +415,36 @@ class ExitDetector(Detector):
         )
 
     def _stopped_on_request(self, observation: Observation) -> list[Finding]:
-        """Report the ranks whose agents were shut down, after the ranks of all nodes had time to
-        end."""
-        newest_ns = max(exited.received_ns for exited in self._drained.values())
-        ranks = sorted(self._drained)
+        """Report the ranks whose agents were shut down, or whose torchrun a signal asked to end,
+        after the ranks of all nodes had time to end."""
+        newest_ns = max(exited.received_ns for exited in self._requested.values())
+        ranks = sorted(self._requested)
         is_early = observation.now_ns < newest_ns + int(self.settings.first_exit_seconds * 1e9)
-        if is_early or ranks == self._reported_drained or self._reported_rank is not None:
+        if is_early or ranks == self._reported_requested or self._reported_rank is not None:
             return []
-        self._reported_drained = ranks
-        nodes = sorted({exited.node for exited in self._drained.values()})
+        self._reported_requested = ranks
+        nodes = sorted({exited.node for exited in self._requested.values()})
         is_all = len(ranks) == self.generation.topology.world_size
         subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"
         verb = "was" if len(ranks) == 1 else "were"
-        agents = f"agent of {nodes[0]} was" if len(nodes) == 1 else "agents of their nodes were"
+        number = self._requested[ranks[0]].event.launcher_signal
+        if number is None:
+            agents = f"agent of {nodes[0]} was" if len(nodes) == 1 else "agents of their nodes were"
+            why, evidence = f"the {agents} shut down", "agents that were shut down"
+        else:
+            why = f"torchrun received {signal_name(number)}"
+            evidence = "nodes whose torchrun received a signal to end"
         return [
             self.finding(
                 "failure:exit",
                 cause=STOPPED_ON_REQUEST,
-                summary=f"{subject} {verb} stopped on request: the {agents} shut down.",
+                summary=f"{subject} {verb} stopped on request: {why}.",
                 now_ns=observation.now_ns,
                 ranks=ranks,
                 can_checkpoint=False,
-                evidence=[
-                    Evidence(f"agents that were shut down: {', '.join(nodes)}"),
-                    *self._followers(ranks),
-                ],
+                advice=None if number is None else _ALL_KILLED_ADVICE,
+                evidence=[Evidence(f"{evidence}: {', '.join(nodes)}"), *self._followers(ranks)],
+                follows=HANG.name if HANG.name in observation.active_kinds else None,
             )
         ]
 
