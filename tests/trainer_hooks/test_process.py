@@ -167,6 +167,25 @@ def test_a_rank_that_stopped_for_its_restart_does_not_end_as_if_the_training_wer
     assert ending == (Ending(75, None, "SystemExit: 75\n") if code else None)
 
 
+@pytest.mark.parametrize("handler", ["print", "lambda *_: sys.exit(0)", "signal.SIG_IGN"])
+def test_a_rank_that_waits_for_its_restart_ends_on_sigterm_whatever_the_script_does_on_it(
+    tmp_path: Path, handler: str
+) -> None:
+    script = (
+        f"{STOPPED % 'CHECKPOINT_AND_STOP'}\nimport signal, sys\n"
+        f"signal.signal(signal.SIGTERM, {handler})\n"
+        "def sleep(_):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('not ended')\n"
+        "paceline.awaited_restart.sleep = sleep\n"
+    )
+    launcher = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    ended = run(script, tmp_path, **launcher)
+    assert (ended.returncode, ended.stdout) == (75, "")
+    assert "Traceback" not in ended.stderr
+    assert RingReader(tmp_path / RING).view().status == "failed"
+
+
 def test_the_text_of_an_exit_is_reported_and_printed_as_without_paceline(tmp_path: Path) -> None:
     finished = run(LOOP + "raise SystemExit('config mismatch: vocab 50257 != 50304')", tmp_path)
     assert finished.returncode == 1

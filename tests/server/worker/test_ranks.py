@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paceline_server.decide.types import RankView
 from paceline_server.engine.types import RankProgress
-from paceline_server.worker.ranks import RankRows, new_rank_rows
+from paceline_server.worker.ranks import CHANGING_COLUMNS, RankRows, new_rank_rows
 from paceline_wire.batch import RankExited, RankStarted
 
 EVENTS = [
@@ -28,6 +28,28 @@ def test_an_exit_is_final_in_any_order(order: list[RankStarted | RankExited]) ->
         watched.apply("node-0", event)
     state = watched.views()[0].state
     assert state == ("exited" if EVENTS[1] in order else "started")
+
+
+def test_everything_that_an_exit_changes_is_stored() -> None:
+    watched = ranks()
+    before = dict(watched._rows[0])
+    watched.apply(
+        "node-0",
+        RankExited(
+            time_ns=2,
+            job="job",
+            generation=2,
+            rank=0,
+            pid=10,
+            exit_code=1,
+            signal=9,
+            commanded=True,
+            launcher_signal=15,
+        ),
+    )
+    (after,) = watched.changed()
+    assert {name for name in after if after[name] != before[name]} <= set(CHANGING_COLUMNS)
+    assert after["launcher_signal"] == 15
 
 
 def test_other_generations_and_other_nodes_change_nothing() -> None:
