@@ -30,6 +30,7 @@ class Rank:
     """One rank's control page, its side of the agreement and its training loop."""
 
     def __init__(self, store: TCPStore | None, rank: int, size: int, **seconds: float) -> None:
+        self.obstacle: str | None = None
         self.page: Control | None = None
         self.answered = 0
         self.acknowledged: list[tuple[int, int, int]] = []
@@ -37,7 +38,15 @@ class Rank:
         self.stopped_at: int | None = None
         self.step = 0
         own = None if store is None else PrefixStore("test", store.clone())
-        self.agreement = Agreement(own, rank, size, self._pending, self._acknowledge, **seconds)
+        self.agreement = Agreement(
+            own,
+            rank,
+            size,
+            self._pending,
+            self._acknowledge,
+            obstacle_to_stop=lambda: self.obstacle,
+            **seconds,
+        )
 
     def _pending(self) -> Control | None:
         page = self.page
@@ -281,6 +290,23 @@ def test_no_rank_stops_after_a_save_during_which_the_request_was_withdrawn(
     before = [rank.step for rank in ranks.ranks]
     wait_until(lambda: all(rank.step > b + 5 for rank, b in zip(ranks.ranks, before, strict=True)))
     assert [final(rank)[0][:2] for rank in ranks.ranks] == [(7, FAILED)] * size
+
+
+def test_no_rank_stops_on_a_command_if_nothing_would_start_one_of_them_again(
+    job: Callable[..., Job],
+) -> None:
+    """The agent of rank 1 refuses the command, and that of rank 0 passes it on."""
+    ranks = job(2)
+    ranks.ranks[1].obstacle = "its torchrun is gone"
+    ranks.start()
+    wait_until(lambda: all(rank.step > 3 for rank in ranks.ranks))
+    ranks.command(Control(7, BOTH, 5), 0)
+    wait_until(lambda: final(ranks.ranks[0]))
+    assert final(ranks.ranks[0])[0][:2] == (7, FAILED)
+    before = [rank.step for rank in ranks.ranks]
+    wait_until(lambda: all(rank.step > b + 5 for rank, b in zip(ranks.ranks, before, strict=True)))
+    ranks.ranks[1].agreement.request(BOTH)  # the script itself may stop
+    wait_until(lambda: all(rank.stopped_at for rank in ranks.ranks))
 
 
 def test_if_one_rank_cannot_save_no_rank_stops(job: Callable[..., Job]) -> None:

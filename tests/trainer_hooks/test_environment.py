@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.environment import RankEnvironment, identify, read_rank_environment
+from paceline.environment import (
+    RankEnvironment,
+    identify,
+    lost_torchrun,
+    read_rank_environment,
+)
 from paceline_wire.ring import RingReader
 from paceline_wire.topology import Coordinates, Topology
 
@@ -253,3 +258,23 @@ def test_a_rank_of_a_slurm_job_names_the_job_its_node_and_the_requeues(
     assert metadata() == {"slurm_job": "77", "slurm_node": "n3", "slurm_restarts": "0"}
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert metadata()["slurm_restarts"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_gone"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "RANK": "3"}, True),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0"}, False),
+        ({"TORCHELASTIC_RUN_ID": "none", "PACELINE_NODE_DIRECTORY": "/node"}, False),
+        ({}, False),
+    ],
+)
+def test_a_rank_whose_torchrun_was_killed_knows_that_nothing_starts_it_again(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_gone: bool
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert lost_torchrun() is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    expected = "the torchrun of rank 3 is gone, and would not start it again"
+    assert lost_torchrun() == (expected if is_gone else None)

@@ -14,8 +14,8 @@ polls the control page and the store, also while the rank trains, evaluates or w
 Step, go and result are written to the store once (compare-and-set): by the rank that completes
 them, or by one that calls them off. So all ranks act, or none does. A round is called off if the
 server withdraws the request, a rank dies (its thread no longer beats), its loop ends before the
-step while others wait there, or the patience is over. Training then continues: there is no
-deadlock, and no rank stops alone.
+step while others wait there, nothing would start a rank again that the server asks to stop, or the
+patience is over. Training then continues: there is no deadlock, and no rank stops alone.
 
 Without a request a step costs one comparison. With one, ranks wait only if they reach their limit
 before all have posted theirs.
@@ -97,6 +97,7 @@ class Agreement:
         pending: Callable[[], Control | None],
         acknowledge: Callable[[int, int, int], object],
         *,
+        obstacle_to_stop: Callable[[], str | None] = lambda: None,
         dead_seconds: float = DEAD_SECONDS,
         absent_seconds: float = ABSENT_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
@@ -109,6 +110,7 @@ class Agreement:
             world_size: number of ranks.
             pending: returns the command on the control page.
             acknowledge: answers a command, with its id, an `AckStatus` and a step.
+            obstacle_to_stop: returns why the ranks must not stop on a command; None: they may.
             dead_seconds: a rank whose thread is silent for longer is dead.
             absent_seconds: how long others wait at the step for a rank outside its loop.
             patience_seconds: longest time to come to the step, and to act on the request.
@@ -120,6 +122,7 @@ class Agreement:
         self._size = world_size
         self._pending = pending
         self._acknowledge = acknowledge
+        self._obstacle_to_stop = obstacle_to_stop
         self._dead_seconds = dead_seconds
         self._absent_seconds = absent_seconds
         self._patience_seconds = patience_seconds
@@ -389,6 +392,11 @@ class Agreement:
             return "it took too long"
         if self._is_withdrawn():
             return "it was withdrawn"
+        request = self._request
+        if request is not None and request.wants_stop and self._command is not None:
+            obstacle = self._obstacle_to_stop()
+            if obstacle is not None:
+                return obstacle
         if self._state is _Phase.GO:
             return None
         if absent_since is not None and now - absent_since > self._absent_seconds:

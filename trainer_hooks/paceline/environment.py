@@ -103,6 +103,7 @@ _JOBSET_RESTARTS = (
 PEER_BYTES_PER_SECOND = 500_000_000
 
 _started_ns: int | None = None  # CLOCK_MONOTONIC; None: with the process
+_parent = os.getppid()
 
 _BEFORE_STEPS = (Status.LOADING, Status.JOINING, Status.STARTING)
 _METADATA_BYTES = 3000  # leaves room on the identity page for its other fields
@@ -156,6 +157,24 @@ def may_be_started_again() -> bool:
     found = _launcher("", os.environ, os.getppid())
     restarts = found.get(TORCHRUN_MAX_RESTARTS, "0") != "0"
     return restarts or SLURM_JOB in found or KUBERNETES_JOB in found
+
+
+def lost_torchrun() -> str | None:
+    """Return that the torchrun which alone would start this rank again is gone; None: it is not."""
+    if os.getppid() == _parent or agent_directory() is not None:
+        return None
+    found = _launcher("", os.environ, _parent)
+    if TORCHRUN_RUN not in found or SLURM_JOB in found or KUBERNETES_JOB in found:
+        return None
+    return f"the torchrun of rank {os.environ.get('RANK')} is gone, and would not start it again"
+
+
+def _in_child() -> None:
+    global _parent
+    _parent = os.getppid()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def enter_generation(changed: Mapping[str, str]) -> None:

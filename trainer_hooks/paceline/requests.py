@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from paceline import hooks
 from paceline.agreement import Agreement, Request, store_of_process_group
-from paceline.environment import launched_world_size
+from paceline.environment import launched_world_size, lost_torchrun
 from paceline.session import log_once
 from paceline.wrapping import replace
 
@@ -56,7 +56,14 @@ def agreement() -> Agreement | None:
             store = store_of_process_group(distributed, "agreement") if is_ready else None
             rank = distributed.get_rank() if is_ready else 0  # type: ignore[union-attr]
             size = distributed.get_world_size() if is_ready else 1  # type: ignore[union-attr]
-            _agreement = Agreement(store, rank, size, hooks.pending, hooks.acknowledge)
+            _agreement = Agreement(
+                store,
+                rank,
+                size,
+                hooks.pending,
+                hooks.acknowledge,
+                obstacle_to_stop=lost_torchrun,
+            )
             if is_ready:
                 replace(distributed, "destroy_process_group", _closing)
         except Exception as error:  # a store that cannot be cloned
