@@ -200,6 +200,23 @@ def test_steps_that_were_made_while_a_checkpoint_was_awaited_count_as_lost(
     assert world.one_action("restart").lost_steps == reached + 1 - (saved or 0)
 
 
+def test_steps_that_are_made_until_the_launcher_ends_the_ranks_count_as_lost(
+    world: LaunchedWorld,
+) -> None:
+    world.run(0.1, (world._fatal("hang", "process stopped (SIGSTOP)", 3, "node-1"),))
+    assert world.phase() == "launch"
+    decided = world.highest_step
+    world.run(5.0)
+    reached, saved = world.highest_step, world.checkpoint_step
+    assert decided is not None
+    assert reached is not None
+    assert reached > decided + 1
+    world.answer("restart", "done")
+    world.relaunch()
+    world.until_running(101)
+    assert world.one_action("restart").lost_steps == reached + 1 - (saved or 0)
+
+
 def test_without_permission_a_repair_is_only_proposed() -> None:
     world = LaunchedWorld("approve")
     for rank in range(8):

@@ -60,6 +60,10 @@ def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, det
 def advance_launch(draft: Draft, action: ActionView) -> None:
     """Continue with `observe` once the launcher runs the job again and all ranks were found."""
     progress = progress_of(action)
+    if draft.generation == action.generation and progress.highest_step != draft.view.highest_step:
+        # The ranks train on until the launcher ends them.
+        progress = replace(progress, highest_step=draft.view.highest_step)
+        action = set_progress(draft, action, progress)
     if not progress.is_launch_requested:
         if draft.now_ns < not_before_ns(draft.view, draft.policy):
             update_detail(draft, action, backoff_text(draft))
