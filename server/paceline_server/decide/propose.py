@@ -241,12 +241,15 @@ def _with_figures(draft: Draft, action: ActionView, progress: ActionProgress) ->
 
 def _run_approved(draft: Draft) -> None:
     for action in draft.actions("approved"):
+        awaits_steps = progress_of(action).planned and not is_progressing(draft)
         if _running(draft) is not None:
             draft.end_action(action, "superseded", error="Another action was already running.")
+        elif awaits_steps and all(rank.state == "exited" for rank in draft.ranks):
+            draft.end_action(action, "superseded", error="All ranks ended before it began.")
         elif (obstacle := _obstacle_of_launcher(draft, action)) is not None:
             if obstacle:
                 draft.end_action(action, "failed", error=obstacle)
-        elif is_progressing(draft) or not progress_of(action).planned:
+        elif not awaits_steps:
             begin_restart(draft, action)
 
 

@@ -255,3 +255,18 @@ def test_what_a_person_approves_waits_for_the_launchers_answer() -> None:
     action = world.one_action("restart")
     assert (action.state, action.error) == ("failed", "Other jobs wait for nodes.")
     assert world.state == "running"
+
+
+def test_an_approved_plan_ends_with_the_ranks_that_it_would_stop() -> None:
+    world = LaunchedWorld("approve")
+    world.tick((world.finding(),))
+    planned = world.one_action("restart")
+    world.answer("check", "done")
+    for rank in range(8):
+        world.hang(rank)
+    world.run(20.0)
+    world.people(planned, "approved")
+    for rank in range(8):
+        world.crash(rank)
+    world.run(5.0)
+    assert world.actions[planned.action_id].state == "superseded"
