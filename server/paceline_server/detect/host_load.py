@@ -115,4 +115,9 @@ def largest_accident(share: float | None, seconds: float, own_share: float | Non
     excess = share / max(1.0 - share, 0.05)
     if own_share is not None:
         excess = max(excess, share / max(own_share, 0.01))
-    return 1.0 + excess * min(1.0, math.sqrt(_EVENS_OUT_SECONDS / max(seconds, 1e-9)))
+    return 1.0 + excess * uneven_share(seconds)
+
+
+def uneven_share(seconds: float) -> float:
+    """Return which share of its waits for a CPU an operation may have by accident for so long."""
+    return min(1.0, math.sqrt(_EVENS_OUT_SECONDS / max(seconds, 1e-9)))

@@ -28,6 +28,7 @@ from paceline_server.detect.host_load import (
     largest_accident,
     pressure_share,
     rise_of_waits,
+    uneven_share,
 )
 from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
@@ -377,7 +378,10 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             is_slower = self._delivers_slower(
                 ranks, since_ns, slowdown or 1.0, waiting, observation
             )
-            is_network = is_slower is not False
+            if is_slower is None:  # it may have the waits that other operations had before
+                is_network = cost_ratio >= share * uneven_share(seconds)
+            else:
+                is_network = is_slower
         if is_network:
             return True
         return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
