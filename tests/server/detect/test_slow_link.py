@@ -160,20 +160,24 @@ def test_transfers_three_times_as_long_are_not_judged_where_tasks_always_wait_fo
     assert bool(run.advance(8)) == is_found
 
 
-@pytest.mark.parametrize(("slowdown", "is_found"), [(8.0, False), (40.0, True)])
-def test_transfers_that_cost_less_than_all_ranks_wait_for_cpus_are_not_judged_yet(
-    slowdown, is_found
+@pytest.mark.parametrize(
+    ("slowdown", "pressure", "is_found"), [(8.0, 0.0, False), (40.0, 0.0, True), (40.0, 1.0, False)]
+)
+def test_transfers_that_cost_less_than_tasks_wait_for_cpus_are_not_judged_yet(
+    slowdown, pressure, is_found
 ):
     """All ranks wait for CPUs for 45% of the time; the transfers cost 12% or 65%."""
     run = watched(Topology(4, 2, 2), 7, ranks_per_node=4)
     for second in range(120):
+        at_ns = T0 + second * 10**9
         for rank, node in run.generation.nodes.items():
             labels = {"job": "job", "rank": str(rank)}
-            waited = Sample(RUN_QUEUE_WAIT, labels, 0.45 * second, T0 + second * 10**9)
-            run.telemetry.add(node, waited)
+            run.telemetry.add(node, Sample(RUN_QUEUE_WAIT, labels, 0.45 * second, at_ns))
+        for node in set(run.generation.nodes.values()):
+            run.telemetry.add(node, Sample(CPU_PRESSURE, {}, pressure * second, at_ns))
     run.advance(40)
     run.slow_groups = {0: slowdown}
-    assert bool(run.advance(20)) == is_found
+    assert bool(run.advance(12)) == is_found
 
 
 def count_waits_and_bytes(run: TimedRun, step: int, share: float, sending: float) -> None:

@@ -379,7 +379,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
                 ranks, since_ns, slowdown or 1.0, waiting, observation
             )
             if is_slower is None:  # it may have the waits that other operations had before
-                is_network = cost_ratio >= share * uneven_share(seconds)
+                is_network = cost_ratio >= max(waiting, pressure) * uneven_share(seconds)
             else:
                 is_network = is_slower
         if is_network:
