@@ -694,3 +694,21 @@ RuntimeError: DataLoader worker (pid(s) 4242) exited unexpectedly
     [found] = tick(job)
     assert found.rank == 1
     assert "DataLoader worker (pid(s) 4242) exited unexpectedly" in found.summary
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "requests.exceptions.ConnectTimeout: HTTPSConnectionPool(host='data'): Read timed out.",
+        "RuntimeError: DataLoader timed out after 60 seconds",
+        "RuntimeError: ProcessGroupGloo::allgather: invalid output tensor list at index 0",
+    ],
+)
+def test_an_error_of_a_ranks_own_connection_loader_or_arguments_is_the_cause(job, error):
+    traceback = f'Traceback (most recent call last):\n  File "data.py", line 3, in get\n{error}\n'
+    job.exit(0, exit_code=1, log_tail=RESET)
+    job.exit(1, exit_code=1, log_tail=traceback)
+    [found] = tick(job)
+    assert (found.rank, found.cause) == (1, f"exit code 1: {error}")
+    assert found.summary.startswith("Rank 1 (node-0) exited with code 1")

@@ -13,15 +13,23 @@ from itertools import chain
 from typing import NamedTuple
 
 _CONSEQUENCE = re.compile(
-    r"connection (reset|closed|refused|was closed)|broken pipe|closed by (peer|remote)"
-    r"|remote (peer|process) (exited|closed)|socket ?error|nccl.*(remote|system) error|timed? ?out"
-    r"|gloo.*(enforce|transport)|\[gloo|processgroup|not? heartbeat|monitoredbarrier"
-    r"|dist(backend|network|store)error|failed to recv, got 0 bytes",
+    r"nccl.*(remote|system) error|gloo.*(enforce|transport)|\[gloo|processgroup|not? heartbeat"
+    r"|monitoredbarrier|dist(backend|network|store)error|failed to recv, got 0 bytes",
     re.IGNORECASE,
 )
-# Reports of CUDA and NCCL about the rank's own device or node, in whichever error they are found.
+# Any library reports these as well: that of a download or of a database in an error of its own type.
+_CONNECTION = re.compile(
+    r"connection (reset|closed|refused|was closed)|broken pipe|closed by (peer|remote)"
+    r"|remote (peer|process) (exited|closed)|socket ?error|timed? ?out",
+    re.IGNORECASE,
+)
+# Errors of torch. A script that exits with the text of one raises SystemExit.
+_TORCH_TYPE = re.compile(r"(RuntimeError|SystemExit|torch\.[\w.]+)(:|$)")
+# Reports of CUDA and NCCL about the rank's own device or node, in whichever error they are found,
+# and of torch about its own loader or the arguments of a collective.
 _OWN = re.compile(
-    r"cuda (error|failure)(?!: driver shutting down)|shared memory segment|no space left on device",
+    r"cuda (error|failure)(?!: driver shutting down)|shared memory segment|no space left on device"
+    r"|dataloader timed out|processgroupgloo::\w+: ",
     re.IGNORECASE,
 )
 # The line after "Last error:" says what it was.
@@ -56,8 +64,7 @@ def error_line(log_tail: str) -> str:
 
     If a traceback has several errors, the last one that is not the consequence of a peer's end.
     """
-    raised = [error.text for error in _raised_errors(log_tail)]
-    return _first_cause(raised, _thrown_errors(log_tail), log_tail) or _last_line(log_tail)
+    return _first_cause(_raised_errors(log_tail), log_tail) or _last_line(log_tail)
 
 
 def abort_line(log_tail: str) -> str:
@@ -66,8 +73,8 @@ def abort_line(log_tail: str) -> str:
     A traceback counts if nothing caught its error, or if that is about the device: a script also
     logs errors that it handles.
     """
-    raised = [error.text for error in _raised_errors(log_tail) if _ends_process(error)]
-    return _first_cause(raised, _thrown_errors(log_tail), log_tail)
+    raised = [error for error in _raised_errors(log_tail) if _ends_process(error)]
+    return _first_cause(raised, log_tail)
 
 
 def is_consequence(log_tail: str) -> bool:
@@ -76,16 +83,16 @@ def is_consequence(log_tail: str) -> bool:
     The first error of a traceback decides, because errors raised while it was handled follow from
     it. Without a traceback, all lines are searched.
     """
-    errors = [error.text for error in _raised_errors(log_tail)]
-    if any(map(LOADER_WORKERS.search, errors)):
+    errors = _raised_errors(log_tail)
+    if any(LOADER_WORKERS.search(error.text) for error in errors):
         return False
-    return _follows(errors[0] if errors else log_tail)
+    return errors[0].follows if errors else _follows(log_tail)
 
 
 def raised_by_itself(log_tail: str) -> bool:
     """Return whether an error that nothing caught, and that no peer caused, ended the rank."""
     errors = _raised_errors(log_tail)
-    return bool(errors) and errors[0].is_uncaught and not _follows(errors[0].text)
+    return bool(errors) and errors[0].is_uncaught and not errors[0].follows
 
 
 def names_device_error(log_tail: str) -> bool:
@@ -98,8 +105,10 @@ def aborted_by_itself(log_tail: str) -> bool:
 
     gloo's error about a mismatch is an exception: other ranks caused it, but no connection broke.
     """
-    errors = [*(error.text for error in _raised_errors(log_tail)), *_thrown_errors(log_tail)]
-    return not any(map(_follows, errors)) or names_mismatch(log_tail)
+    has_followed = any(error.follows for error in _raised_errors(log_tail)) or any(
+        map(_follows, _thrown_errors(log_tail))
+    )
+    return not has_followed or names_mismatch(log_tail)
 
 
 def names_mismatch(log_tail: str) -> bool:
@@ -112,8 +121,10 @@ def names_timeout(error: str) -> bool:
     return _TIMED_OUT in error
 
 
-def _follows(text: str) -> bool:
-    return _CONSEQUENCE.search(text) is not None and _OWN.search(text) is None
+def _follows(text: str, *, is_torch: bool = True) -> bool:
+    """Return whether the text reports that a peer ended or is missing, if torch may be its source."""
+    is_consequence = _CONSEQUENCE.search(text) or (is_torch and _CONNECTION.search(text))
+    return bool(is_consequence) and _OWN.search(text) is None
 
 
 class _Raised(NamedTuple):
@@ -122,16 +133,26 @@ class _Raised(NamedTuple):
     text: str
     is_uncaught: bool
 
+    @property
+    def follows(self) -> bool:
+        return _follows(self.text, is_torch=_TORCH_TYPE.match(self.text) is not None)
+
 
 def _ends_process(error: _Raised) -> bool:
     return error.is_uncaught or names_device_error(error.text)
 
 
-def _first_cause(raised: Sequence[str], thrown: Sequence[str], log_tail: str) -> str:
-    """Return the error that the others follow from, with the assertion if one failed on the GPU."""
-    own_raised = [error for error in raised if not _follows(error)]
+def _first_cause(raised: Sequence[_Raised], log_tail: str) -> str:
+    """Return the error that the others follow from, with the assertion if one failed on the GPU.
+
+    Args:
+        raised: those errors of the traceback that count.
+    """
+    thrown = _thrown_errors(log_tail)
+    own_raised = [error.text for error in raised if not error.follows]
     own_thrown = [error for error in thrown if not _follows(error)]
-    error = next(chain(reversed(own_raised), own_thrown, reversed(raised), thrown), "")
+    others = [error.text for error in raised]
+    error = next(chain(reversed(own_raised), own_thrown, reversed(others), thrown), "")
     if error.endswith(_ASSERTED) and (failed := _DEVICE_ASSERTION.search(log_tail)):
         error = f"{error} ({failed[1].rstrip('.')})"
     return error[:_MAX_QUOTE_LENGTH]
