@@ -109,6 +109,17 @@ def test_ranks_whose_collective_timed_out_lost_no_connection(job):
     assert found.summary.startswith("A collective timed out before any rank ended. Rank 4 ")
 
 
+def test_ranks_whose_collective_of_gloo_timed_out_lost_no_connection(job):
+    waited = (
+        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv"
+    )
+    for rank in (4, 6):
+        job.exit(rank, exit_code=1, log_tail=waited)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.ranks) == (None, [4, 6])
+    assert found.summary.startswith("A collective timed out before any rank ended. Rank 4 ")
+
+
 def test_a_rank_that_aborts_after_a_timeout_is_a_victim_of_the_one_with_the_device_error(job):
     job.exit(4, signal=6, log_tail=f"{WATCHDOG}{abort(TIMEOUT)}")
     job.exit(6, signal=6, log_tail=abort(ASSERTED), at_ns=job.now_ns + 10**9)

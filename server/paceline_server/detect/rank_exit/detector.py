@@ -51,7 +51,6 @@ from paceline_server.detect.rank_exit.ending import (
 from paceline_server.detect.rank_exit.mismatch import mismatched_collective
 from paceline_server.detect.rank_exit.out_of_memory import OomKills, memory_evidence
 from paceline_server.detect.rank_exit.raised_error import (
-    abort_line,
     error_line,
     names_timeout,
 )
@@ -310,7 +309,7 @@ class ExitDetector(Detector):
         node: str | None = self.generation.node(event.rank) or culprit.node
         if lost := self._lost_connections(culprit):
             rank, together, node = None, lost, None
-            is_timeout = names_timeout(abort_line(event.log_tail))
+            is_timeout = names_timeout(cause_of(event))
             first = "A collective timed out" if is_timeout else "Connections between ranks broke"
             first = f"{first} before any rank ended"
             if has_aborted_itself(culprit):

@@ -17,7 +17,7 @@ _CONSEQUENCE = re.compile(
     r"|monitoredbarrier|dist(backend|network|store)error|failed to recv, got 0 bytes",
     re.IGNORECASE,
 )
-# Any library reports these as well: that of a download or of a database in an error of its own type.
+# Any library reports these as well: one that downloads something, in an error of its own type.
 _CONNECTION = re.compile(
     r"connection (reset|closed|refused|was closed)|broken pipe|closed by (peer|remote)"
     r"|remote (peer|process) (exited|closed)|socket ?error|timed? ?out",
@@ -51,7 +51,7 @@ _WATCHDOG = re.compile(
     r"(?:Process group watchdog thread terminated with exception: *)?(?:\[Rank \d+\] *)*"
 )
 _ABORTS = re.compile(r"watchdog thread terminated with exception|Watchdog caught collective")
-_TIMED_OUT = "Watchdog caught collective operation timeout"
+_TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for")
 _DEVICE_ASSERTION = re.compile(r": block: \[[\d,]+\], thread: \[[\d,]+\] (Assertion .*)")
 _ASSERTED = "device-side assert triggered"
 _CPP_FRAME = "frame #"
@@ -117,12 +117,12 @@ def names_mismatch(log_tail: str) -> bool:
 
 
 def names_timeout(error: str) -> bool:
-    """Return whether NCCL's watchdog aborted the rank because a collective did not complete."""
-    return _TIMED_OUT in error
+    """Return whether the rank ended because a collective of NCCL or gloo did not complete."""
+    return _TIMED_OUT.search(error) is not None
 
 
 def _follows(text: str, *, is_torch: bool = True) -> bool:
-    """Return whether the text reports that a peer ended or is missing, if torch may be its source."""
+    """Return whether the text reports that a peer ended or is missing; torch may be its source."""
     is_consequence = _CONSEQUENCE.search(text) or (is_torch and _CONNECTION.search(text))
     return bool(is_consequence) and _OWN.search(text) is None
 
