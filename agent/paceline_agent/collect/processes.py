@@ -13,21 +13,25 @@ from pathlib import Path
 from paceline_agent.collect.cached_files import entries, inode_of, read_once, read_text_once
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_ENDED_STATES = (b"Z", b"X")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    state: str  # R S D T Z ...
+    state: str  # R S D T ...
     cpu_seconds: float
 
 
 def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
-    """Return the status; None if the process is gone."""
+    """Return the status; None if the process is gone, or if it has ended and its parent has not
+    asked how."""
     try:
         content = read_once(procfs_root / str(pid) / "stat")
         fields = content[content.rindex(b")") + 2 :].split()
         ticks = int(fields[11]) + int(fields[12])
     except (OSError, ValueError, IndexError):
+        return None
+    if fields[0] in _ENDED_STATES:
         return None
     return ProcessStatus(fields[0].decode(), ticks / _TICKS_PER_SECOND)
 

@@ -266,6 +266,19 @@ def test_the_end_of_an_external_rank_is_reported(bench: Bench) -> None:
     assert indices(blocks) == [0, 1, 2]
 
 
+def test_the_end_of_a_rank_is_reported_before_its_parent_asks_for_it(bench: Bench) -> None:
+    """The parent may be a launcher that only waits for another rank."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    Writer(bench.directory, pid=process.pid)
+    bench.poll()
+    assert process.stdin is not None
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    bench.rings._state_due = 0.0
+    assert isinstance(bench.poll()[0][-1], RankExited)
+    process.wait()
+
+
 def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     writer = Writer(bench.directory, pid=process.pid, metadata={"launcher": "torchrun"})
