@@ -696,6 +696,16 @@ RuntimeError: DataLoader worker (pid(s) 4242) exited unexpectedly
     assert "DataLoader worker (pid(s) 4242) exited unexpectedly" in found.summary
 
 
+RAISED_BY_SCRIPT = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    batch = next(batches)
+            ^^^^^^^^^^^^^
+  File "data.py", line 3, in get
+    raise RuntimeError(reason)
+{error}
+"""
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -703,12 +713,12 @@ RuntimeError: DataLoader worker (pid(s) 4242) exited unexpectedly
         "requests.exceptions.ConnectTimeout: HTTPSConnectionPool(host='data'): Read timed out.",
         "RuntimeError: DataLoader timed out after 60 seconds",
         "RuntimeError: ProcessGroupGloo::allgather: invalid output tensor list at index 0",
+        "RuntimeError: shard 7: no bytes since 30 s, read timed out",
     ],
 )
 def test_an_error_of_a_ranks_own_connection_loader_or_arguments_is_the_cause(job, error):
-    traceback = f'Traceback (most recent call last):\n  File "data.py", line 3, in get\n{error}\n'
     job.exit(0, exit_code=1, log_tail=RESET)
-    job.exit(1, exit_code=1, log_tail=traceback)
+    job.exit(1, exit_code=1, log_tail=RAISED_BY_SCRIPT.format(error=error))
     [found] = tick(job)
     assert (found.rank, found.cause) == (1, f"exit code 1: {error}")
     assert found.summary.startswith("Rank 1 (node-0) exited with code 1")

@@ -55,6 +55,11 @@ _TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout|Timed out
 _DEVICE_ASSERTION = re.compile(r": block: \[[\d,]+\], thread: \[[\d,]+\] (Assertion .*)")
 _ASSERTED = "device-side assert triggered"
 _CPP_FRAME = "frame #"
+# Of a frame in a traceback: its file, its line of source, and the marks below that.
+_PLACE = '  File "'
+_TORCH_FILE = "/torch/"
+_RAISE = re.compile(r"    raise\b")
+_MARKED = re.compile(r" +[~^]+")
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 _MAX_QUOTE_LENGTH = 200
 
@@ -132,10 +137,12 @@ class _Raised(NamedTuple):
 
     text: str
     is_uncaught: bool
+    is_scripts: bool  # a `raise` of Python code outside torch
 
     @property
     def follows(self) -> bool:
-        return _follows(self.text, is_torch=_TORCH_TYPE.match(self.text) is not None)
+        is_torch = not self.is_scripts and _TORCH_TYPE.match(self.text) is not None
+        return _follows(self.text, is_torch=is_torch)
 
 
 def _ends_process(error: _Raised) -> bool:
@@ -165,7 +172,7 @@ def _raised_errors(log_tail: str) -> list[_Raised]:
     """
     errors: list[_Raised] = []
     is_open = is_linked = is_announced = False
-    before = ""
+    before = place = ""
     for text in log_tail.splitlines():
         line = _RANK_PREFIX.sub("", text).rstrip()
         if line.startswith(_LINKS):
@@ -177,7 +184,8 @@ def _raised_errors(log_tail: str) -> list[_Raised]:
             is_open = True
         elif is_open and line and not line[0].isspace():
             is_uncaught = _RANK_PREFIX.match(text) is not None
-            errors.append(_Raised(_NCCL_ERROR.sub(r"\1: \2", line), is_uncaught))
+            is_scripts = _RAISE.match(before) is not None and _TORCH_FILE not in place
+            errors.append(_Raised(_NCCL_ERROR.sub(r"\1: \2", line), is_uncaught, is_scripts))
             is_open, is_announced = False, line.endswith(":")
         elif is_announced and line:
             errors[-1] = errors[-1]._replace(text=f"{errors[-1].text} {line.strip()}")
@@ -185,7 +193,10 @@ def _raised_errors(log_tail: str) -> list[_Raised]:
         elif before == _NCCL_DETAIL and errors:
             text = f"{errors[-1].text.partition(' (run with')[0]}: {line}"
             errors[-1] = errors[-1]._replace(text=text)
-        before = line
+        if line.startswith(_PLACE):
+            place = line
+        if not _MARKED.fullmatch(line):
+            before = line
     return errors
 
 
