@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline_agent.collect.cached_files import entries, inode_of, read_once, read_text_once
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_ENDED_STATES = (b"Z", b"X")
+_UNREAPED, _DEAD = b"Z", b"X"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,31 @@ def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
     """Return the status; None if the process is gone, or if it has ended and its parent has not
     asked how."""
     try:
-        content = read_once(procfs_root / str(pid) / "stat")
-        fields = content[content.rindex(b")") + 2 :].split()
+        fields = _fields(procfs_root, pid)
         ticks = int(fields[11]) + int(fields[12])
     except (OSError, ValueError, IndexError):
         return None
-    if fields[0] in _ENDED_STATES:
+    if fields[0] in (_UNREAPED, _DEAD):
         return None
     return ProcessStatus(fields[0].decode(), ticks / _TICKS_PER_SECOND)
+
+
+def unreaped_status(procfs_root: Path, pid: int) -> int | None:
+    """Return the wait status of a process that has ended and whose parent has not asked for it.
+
+    None if it is no such process. The kernel also reports 0 if the agent may not see it.
+    """
+    try:
+        fields = _fields(procfs_root, pid)
+        return int(fields[49]) if fields[0] == _UNREAPED else None
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _fields(procfs_root: Path, pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the third one on. Raises OSError, ValueError."""
+    content = read_once(procfs_root / str(pid) / "stat")
+    return content[content.rindex(b")") + 2 :].split()
 
 
 def process_users(procfs_root: Path, pid: int) -> set[int]:

@@ -24,7 +24,12 @@ from msgspec.structs import replace
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.cached_files import entries, inode_of
 from paceline_agent.collect.contract import Inventory, LocalRank
-from paceline_agent.collect.processes import process_status, process_that_maps, process_users
+from paceline_agent.collect.processes import (
+    process_status,
+    process_that_maps,
+    process_users,
+    unreaped_status,
+)
 from paceline_agent.collect.visible_gpus import visible_gpu
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import admission
@@ -56,6 +61,7 @@ log = logging.getLogger(__name__)
 
 STATE_SECONDS = 0.5
 STATUS_SECONDS = 1.0  # torchrun finds the end of a rank ten times a second
+UNREAPED_SECONDS = 10.0  # until a torchrun that has not found it has other ends to wait for
 RECORDS_PER_BLOCK = 1 << 14
 # until a rejected claim is checked again: it is valid once another job has ended
 REFUSED_CLAIM_SECONDS = 10.0
@@ -448,17 +454,25 @@ class Rings:
         ending = read_ending(attached.reader.path, attached.owner)
         if _status_of(attached) == ring.Status.FINISHED or (ending and ending.has_status):
             return False
+        status = unreaped_status(self._procfs_root, attached.pid)
+        if status:
+            return False
         now = time.monotonic()
         if attached.gone_since is None:
             attached.gone_since, attached.gone_ns = now, timeline_ns()
-        return now < attached.gone_since + STATUS_SECONDS
+        seconds = STATUS_SECONDS if status is None else UNREAPED_SECONDS
+        return now < attached.gone_since + seconds
 
     def _finish_external(self, attached: _AttachedRing) -> None:
         """Report the end of an external rank: its status is unknown unless the rank or its launcher
-        reported it."""
+        reported it, or its parent has not asked for it yet."""
         if not self._read(attached, with_state=True):
             return
         ending = read_ending(attached.reader.path, attached.owner) or Ending()
+        if status := unreaped_status(self._procfs_root, attached.pid):
+            code = os.waitstatus_to_exitcode(status)  # negative: a signal
+            exit_code, signal = (code, None) if code >= 0 else (None, -code)
+            ending = replace(ending, exit_code=exit_code, signal=signal)
         finished = _status_of(attached) == ring.Status.FINISHED and not ending.has_status
         exited = RankExited(
             time_ns=attached.gone_ns or timeline_ns(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -266,16 +267,27 @@ def test_the_end_of_an_external_rank_is_reported(bench: Bench) -> None:
     assert indices(blocks) == [0, 1, 2]
 
 
-def test_the_end_of_a_rank_is_reported_before_its_parent_asks_for_it(bench: Bench) -> None:
+@pytest.mark.parametrize("launcher", ["", "torchrun"])
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [("sys.exit(3)", (3, None)), ("os.kill(os.getpid(), 9)", (None, signal.SIGKILL))],
+)
+def test_the_end_of_a_rank_is_reported_before_its_parent_asks_for_it(
+    bench: Bench, launcher: str, end: str, expected: tuple[int | None, int | None]
+) -> None:
     """The parent may be a launcher that only waits for another rank."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    Writer(bench.directory, pid=process.pid)
+    script = f"import os, sys; input(); {end}"
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    Writer(bench.directory, pid=process.pid, metadata={"launcher": launcher})
     bench.poll()
     assert process.stdin is not None
+    process.stdin.write(b"\n")
     process.stdin.close()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     bench.rings._state_due = 0.0
-    assert isinstance(bench.poll()[0][-1], RankExited)
+    exited = bench.poll()[0][-1]
+    assert isinstance(exited, RankExited)
+    assert (exited.exit_code, exited.signal) == expected
     process.wait()
 
 
@@ -309,6 +321,24 @@ def test_a_launcher_that_reports_nothing_is_not_waited_for(
     exited = bench.poll()[0][-1]
     assert isinstance(exited, RankExited)
     assert exited.exit_code is None
+
+
+def test_a_torchrun_that_has_not_found_the_end_of_a_rank_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "STATUS_SECONDS", 0.0)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    Writer(bench.directory, pid=process.pid, metadata={"launcher": "torchrun"})
+    bench.poll()
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    bench.rings._state_due = 0.0
+    assert not bench.poll()[0], "exit code 0 may also mean that the kernel does not show it"
+    process.wait()
+    bench.rings._state_due = 0.0
+    assert isinstance(bench.poll()[0][-1], RankExited)
 
 
 def test_an_agent_that_stops_reports_the_ends_so_far(bench: Bench) -> None:
