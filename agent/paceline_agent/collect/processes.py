@@ -85,10 +85,10 @@ def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
     return [pid]
 
 
-def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> int:
-    """Return the node's pid of the process whose pid in its own PID namespace is `pid`.
+def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> int | None:
+    """Return the node's pid of the process that maps the file, and has `pid` in its PID namespace.
 
-    Returns `pid` itself if no process with that number maps the file.
+    None if no process with that number is seen to map it.
     """
     device = f"{os.major(mapped.st_dev):02x}:{os.minor(mapped.st_dev):02x}"
     place = f" {device} {mapped.st_ino} ".encode()
@@ -96,7 +96,7 @@ def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> in
         with contextlib.suppress(OSError):
             if place in read_once(procfs_root / str(candidate) / "maps"):
                 return candidate
-    return pid
+    return None
 
 
 def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:

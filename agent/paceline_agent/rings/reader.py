@@ -24,12 +24,8 @@ from msgspec.structs import replace
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.cached_files import entries, inode_of
 from paceline_agent.collect.contract import Inventory, LocalRank
-from paceline_agent.collect.processes import (
-    process_status,
-    process_that_maps,
-    process_users,
-    unreaped_status,
-)
+from paceline_agent.collect.exit_status import ExitStatus
+from paceline_agent.collect.processes import process_status, process_that_maps, process_users
 from paceline_agent.collect.visible_gpus import visible_gpu
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import admission
@@ -84,6 +80,7 @@ class _AttachedRing:
     reader: RingReader
     key: RankKey
     pid: int  # in the node's PID namespace, not the container's
+    exit_status: ExitStatus
     reported_lost: int = 0
     acknowledged: Acknowledgement | None = None
     seen_alive: bool = False
@@ -367,7 +364,8 @@ class Rings:
             return
         identity = reader.identity
         key = RankKey(identity.job, identity.generation, identity.rank)
-        pid = process_that_maps(self._procfs_root, reader.status, identity.pid)
+        found = process_that_maps(self._procfs_root, reader.status, identity.pid)
+        pid = found or identity.pid
         try:
             check_claim(
                 path,
@@ -386,7 +384,9 @@ class Rings:
                 self._drop(other, delete=False)
         self._refused.pop(path, None)
         is_alive = process_status(self._procfs_root, pid) is not None
-        self._attached[path] = _AttachedRing(reader, key, pid, seen_alive=is_alive)
+        self._attached[path] = _AttachedRing(
+            reader, key, pid, ExitStatus(self._procfs_root, found), seen_alive=is_alive
+        )
         log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
         attached = self._with_gpu(identity, pid)
         self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=attached)])
@@ -454,23 +454,19 @@ class Rings:
         ending = read_ending(attached.reader.path, attached.owner)
         if _status_of(attached) == ring.Status.FINISHED or (ending and ending.has_status):
             return False
-        status = unreaped_status(self._procfs_root, attached.pid)
-        if status:
-            return False
         now = time.monotonic()
         if attached.gone_since is None:
             attached.gone_since, attached.gone_ns = now, timeline_ns()
-        seconds = STATUS_SECONDS if status is None else UNREAPED_SECONDS
-        return now < attached.gone_since + seconds
+        is_late = attached.exit_status.is_awaited and attached.exit_status.read() is None
+        return now < attached.gone_since + (UNREAPED_SECONDS if is_late else STATUS_SECONDS)
 
     def _finish_external(self, attached: _AttachedRing) -> None:
-        """Report the end of an external rank: its status is unknown unless the rank or its launcher
-        reported it, or its parent has not asked for it yet."""
+        """Report the end of an external rank: its status is unknown unless the kernel, the rank or
+        its launcher reports it."""
         if not self._read(attached, with_state=True):
             return
         ending = read_ending(attached.reader.path, attached.owner) or Ending()
-        if status := unreaped_status(self._procfs_root, attached.pid):
-            code = os.waitstatus_to_exitcode(status)  # negative: a signal
+        if (code := attached.exit_status.read()) is not None:
             exit_code, signal = (code, None) if code >= 0 else (None, -code)
             ending = replace(ending, exit_code=exit_code, signal=signal)
         finished = _status_of(attached) == ring.Status.FINISHED and not ending.has_status
@@ -576,6 +572,7 @@ class Rings:
     def _drop(self, attached: _AttachedRing, *, delete: bool) -> None:
         self._attached.pop(attached.reader.path, None)
         attached.reader.close()
+        attached.exit_status.close()
         # The file may have been replaced by another ring.
         if delete and inode_of(attached.reader.path) == attached.inode:
             try:
@@ -603,7 +600,7 @@ def ranks_in(directory: Path, procfs_root: Path) -> list[LocalRank]:
             continue
         identity = reader.identity
         reader.close()
-        pid = process_that_maps(procfs_root, status, identity.pid)
+        pid = process_that_maps(procfs_root, status, identity.pid) or identity.pid
         if process_status(procfs_root, pid) is not None:
             ranks.append(_local_rank(identity, pid))
     return sorted(ranks, key=lambda rank: (rank.job, rank.rank))

@@ -267,28 +267,61 @@ def test_the_end_of_an_external_rank_is_reported(bench: Bench) -> None:
     assert indices(blocks) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("launcher", ["", "torchrun"])
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [("sys.exit(3)", (3, None)), ("os.kill(os.getpid(), 9)", (None, signal.SIGKILL))],
-)
-def test_the_end_of_a_rank_is_reported_before_its_parent_asks_for_it(
-    bench: Bench, launcher: str, end: str, expected: tuple[int | None, int | None]
-) -> None:
-    """The parent may be a launcher that only waits for another rank."""
-    script = f"import os, sys; input(); {end}"
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
-    Writer(bench.directory, pid=process.pid, metadata={"launcher": launcher})
+def rank_process(bench: Bench, end: str, launcher: str = "") -> subprocess.Popen[bytes]:
+    """Return a process that maps its ring and runs `end` after a line of input."""
+    script = "import mmap, os, sys; file = open(input(), 'r+b'); ring = mmap.mmap(file.fileno(), 0)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{script}; print(flush=True); input(); {end}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    writer = Writer(bench.directory, pid=process.pid, metadata={"launcher": launcher})
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{writer.path}\n".encode())
+    process.stdin.flush()
+    process.stdout.readline()
     bench.poll()
+    bench.rings._state_due = 0.0
+    return process
+
+
+def end_unreaped(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     process.stdin.write(b"\n")
     process.stdin.close()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    bench.rings._state_due = 0.0
-    exited = bench.poll()[0][-1]
+
+
+STATUSES = [
+    ("raise SystemExit(3)", (3, None)),
+    ("os.kill(os.getpid(), 9)", (None, signal.SIGKILL)),
+]
+
+
+@pytest.mark.parametrize(("end", "expected"), STATUSES)
+def test_the_end_of_a_rank_is_reported_before_its_parent_asks_for_it(
+    bench: Bench, end: str, expected: tuple[int | None, int | None]
+) -> None:
+    """The parent may be a launcher that only waits for another rank."""
+    with rank_process(bench, end) as process:
+        end_unreaped(process)
+        exited = bench.poll()[0][-1]
     assert isinstance(exited, RankExited)
     assert (exited.exit_code, exited.signal) == expected
-    process.wait()
+
+
+@pytest.mark.parametrize(("end", "expected"), [*STATUSES, ("os._exit(0)", (0, None))])
+def test_the_exit_status_of_a_rank_is_known_after_its_parent_asked_for_it(
+    bench: Bench, end: str, expected: tuple[int | None, int | None]
+) -> None:
+    process = rank_process(bench, end)
+    process.communicate(b"\n")
+    exited = bench.poll()[0][-1]
+    assert isinstance(exited, RankExited)
+    has_pidfd_info_exit = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
+    status = (exited.exit_code, exited.signal)
+    assert status == (expected if has_pidfd_info_exit else (None, None))
 
 
 def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) -> None:
@@ -327,16 +360,9 @@ def test_a_torchrun_that_has_not_found_the_end_of_a_rank_is_waited_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "STATUS_SECONDS", 0.0)
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    Writer(bench.directory, pid=process.pid, metadata={"launcher": "torchrun"})
-    bench.poll()
-    assert process.stdin is not None
-    process.stdin.write(b"\n")
-    process.stdin.close()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    bench.rings._state_due = 0.0
-    assert not bench.poll()[0], "exit code 0 may also mean that the kernel does not show it"
-    process.wait()
+    with rank_process(bench, "", "torchrun") as process:
+        end_unreaped(process)
+        assert not bench.poll()[0], "exit code 0 may also mean that the kernel does not show it"
     bench.rings._state_due = 0.0
     assert isinstance(bench.poll()[0][-1], RankExited)
 
