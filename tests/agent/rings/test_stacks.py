@@ -187,8 +187,8 @@ def test_a_rank_in_its_data_loader_is_read_with_the_workers(
             main = threads[0].frames
             workers = [thread.frames for thread in threads if thread.child_pid is not None]
             is_waiting = any(str(frame).endswith("_try_get_data") for frame in main)
-            is_settled = is_waiting and list(map(loads, workers)) == [True, False]
-            return [main, *workers] if is_settled else None
+            is_ready = is_waiting and list(map(loads, workers)) == [True, False]
+            return [main, *workers] if is_ready else None
 
         try:
             main, stuck, idle = wait_for(read)

@@ -55,7 +55,7 @@ _TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout|Timed out
 _DEVICE_ASSERTION = re.compile(r": block: \[[\d,]+\], thread: \[[\d,]+\] (Assertion .*)")
 _ASSERTED = "device-side assert triggered"
 _CPP_FRAME = "frame #"
-# Of a frame in a traceback: its file, its line of source, and the marks below that.
+# A frame of a traceback has a line for its file, one of source, and marks below that.
 _PLACE = '  File "'
 _TORCH_FILE = "/torch/"
 _RAISE = re.compile(r"    raise\b")
