@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline_wire.ending import ERROR_CHARACTERS, Ending, ending_path, read_ending, write_ending
+from paceline_wire.ending import (
+    ERROR_CHARACTERS,
+    Ending,
+    ending_path,
+    read_ending,
+    reported_ns,
+    write_ending,
+)
 
 
 @pytest.fixture
@@ -30,6 +37,14 @@ def test_the_first_error_is_kept_and_a_long_one_is_cut_at_its_beginning(ring: Pa
     assert ending.exit_code == 2
     assert ending.error.endswith("xend")
     assert len(ending.error) == ERROR_CHARACTERS
+
+
+def test_the_time_of_the_first_report_is_kept(ring: Path) -> None:
+    assert reported_ns(ring) is None
+    write_ending(ring, Ending(error="of the rank"))
+    os.utime(ending_path(ring), ns=(5, 5))
+    write_ending(ring, Ending(1))
+    assert reported_ns(ring) == 5
 
 
 @pytest.mark.parametrize(

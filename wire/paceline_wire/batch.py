@@ -174,7 +174,8 @@ class RankDefined(msgspec.Struct, frozen=True, kw_only=True, tag="rank_defined")
 class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
     """A rank ended: `exit_code` if it exited, `signal` if it was killed.
 
-    `log_tail`: its last lines of output.
+    `log_tail`: its last lines of output. `since_error_ns`: time from the error that it reported to
+    its end; 0 if it reported none.
     """
 
     time_ns: int
@@ -189,6 +190,7 @@ class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
     drained: bool = False  # stopped by its agent, which was shut down on request
     renewable: bool = False  # the other ranks of its node can stay for the next generation
     launcher_signal: int | None = None  # that asked its launcher to end, which ended the rank
+    since_error_ns: int = 0
 
 
 class RankState(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="rank_state"):

@@ -1,7 +1,8 @@
 """The file JOB.gGENERATION.rRANK.end beside a ring: how a rank of an external job ended.
 
 The hooks write it when an exception of Python or C++ ends the rank, and the adapter of a launcher
-writes the exit status. The agent reads it once the process is gone.
+writes the exit status. The agent reads it once the process is gone. The file's time of modification
+is that of the first of them.
 """
 
 from __future__ import annotations
@@ -56,11 +57,12 @@ def write_ending(ring: Path, ending: Ending) -> None:
     Raises OSError if the directory cannot be written.
     """
     path = ending_path(ring)
-    earlier = read_ending(ring, os.getuid()) or Ending()
+    earlier, reported = read_ending(ring, os.getuid()), reported_ns(ring)
+    known = earlier or Ending()
     kept = replace(
         ending,
-        error=earlier.error or ending.error[-ERROR_CHARACTERS:],
-        launcher_signal=earlier.launcher_signal or ending.launcher_signal,
+        error=known.error or ending.error[-ERROR_CHARACTERS:],
+        launcher_signal=known.launcher_signal or ending.launcher_signal,
     )
     encoded = msgspec.json.encode(kept)
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
@@ -68,12 +70,22 @@ def write_ending(ring: Path, ending: Ending) -> None:
     try:
         os.fchmod(descriptor, file_mode(path.parent))
         os.write(descriptor, encoded)
+        if earlier is not None and reported is not None:
+            os.utime(descriptor, ns=(reported, reported))
         os.rename(temporary, path)
     except OSError:
         os.unlink(temporary)
         raise
     finally:
         os.close(descriptor)
+
+
+def reported_ns(ring: Path) -> int | None:
+    """Return the CLOCK_REALTIME at which the end was first reported; None if there is no file."""
+    try:
+        return os.lstat(ending_path(ring)).st_mtime_ns
+    except OSError:
+        return None
 
 
 def read_ending(ring: Path, owner: int) -> Ending | None:

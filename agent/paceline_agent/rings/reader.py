@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from paceline_agent.clock import timeline_ns
+from paceline_agent.clock import stepped_ns, timeline_ns
 from paceline_agent.collect.cached_files import entries, inode_of
 from paceline_agent.collect.contract import Inventory, LocalRank
 from paceline_agent.collect.exit_status import ExitStatus
@@ -41,7 +41,7 @@ from paceline_wire.batch import (
     RankState,
     SpanBlock,
 )
-from paceline_wire.ending import Ending, ending_path, read_ending
+from paceline_wire.ending import Ending, ending_path, read_ending, reported_ns
 from paceline_wire.metadata import KUBERNETES_JOB, SLURM_JOB
 from paceline_wire.ring import (
     Acknowledgement,
@@ -470,8 +470,12 @@ class Rings:
             exit_code, signal = (code, None) if code >= 0 else (None, -code)
             ending = replace(ending, exit_code=exit_code, signal=signal)
         finished = _status_of(attached) == ring.Status.FINISHED and not ending.has_status
+        ended_ns = attached.gone_ns or timeline_ns()
+        error_ns = reported_ns(attached.reader.path) if ending.error else None
+        error_ns = ended_ns if error_ns is None else error_ns - stepped_ns()
         exited = RankExited(
-            time_ns=attached.gone_ns or timeline_ns(),
+            time_ns=ended_ns,
+            since_error_ns=max(ended_ns - error_ns, 0),
             pid=attached.reader.identity.pid,
             exit_code=0 if finished else ending.exit_code,
             signal=ending.signal,

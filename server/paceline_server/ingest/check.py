@@ -78,8 +78,11 @@ def _event_numbers(event: Event) -> _Numbers:
             gpus = (("gpu index", gpu.index, 1 << 16) for gpu in event.gpus)
             port = ("rendezvous_port", event.rendezvous_port, 1 << 16)
             return (at, ("slots", event.slots, 1 << 16), port, *gpus)
-        case RankStarted() | RankExited():
+        case RankStarted():
             return (at, *_rank(event.generation, event.rank), ("pid", event.pid, _LIMIT_32))
+        case RankExited():
+            since = ("since_error_ns", event.since_error_ns, _LIMIT)
+            return (at, since, *_rank(event.generation, event.rank), ("pid", event.pid, _LIMIT_32))
         case RankAttached(identity=identity):
             rank = _rank(identity.generation, identity.rank)
             return (at, *rank, ("pid", identity.pid, _LIMIT_32))

@@ -29,7 +29,7 @@ from paceline_wire.batch import (
     Sample,
     SpanBlock,
 )
-from paceline_wire.ending import Ending, write_ending
+from paceline_wire.ending import Ending, ending_path, write_ending
 from paceline_wire.ring import Identity, RingFile, SectionDefinition
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
 from paceline_wire.topology import Coordinates, Topology
@@ -335,9 +335,11 @@ def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) 
     write_ending(writer.path, Ending(error="ValueError: of the rank"))
     write_ending(writer.path, Ending(exit_code=1, error="from the launcher"))
     bench.rings._state_due = 0.0
+    os.utime(ending_path(writer.path), ns=(raised_ns := found_ns - 10**9, raised_ns))
     exited = bench.poll()[0][-1]
     assert isinstance(exited, RankExited)
     assert (exited.exit_code, exited.log_tail) == (1, "ValueError: of the rank")
+    assert exited.since_error_ns == pytest.approx(10**9, rel=0.5)
     assert exited.time_ns <= found_ns, "ranks that ended at once must not seem seconds apart"
     assert list(bench.directory.iterdir()) == []
 

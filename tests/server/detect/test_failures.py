@@ -118,6 +118,13 @@ def test_the_rank_that_exits_first_is_blamed(job):
     assert (found.rank, found.cause) == (6, "exit code 1: KeyError: 3")
 
 
+def test_the_rank_that_raised_its_error_first_is_blamed_even_if_it_ends_later(job):
+    job.exit(4, exit_code=1, log_tail="ValueError: bad", at_ns=job.now_ns - 10**8)
+    job.exit(6, exit_code=1, log_tail="KeyError: 3", at_ns=job.now_ns, since_error_ns=10**9)
+    [found] = tick(job)
+    assert (found.rank, found.cause) == (6, "exit code 1: KeyError: 3")
+
+
 RAISED = """Traceback (most recent call last):
   File "train.py", line 9, in <module>
     train()

@@ -439,10 +439,12 @@ class SimulatedJob:
         at_ns: int | None = None,
         received_ns: int | None = None,
         renewable: bool = False,
+        since_error_ns: int = 0,
     ) -> None:
         skew_ns = self.faults.skew_ns.get(self.node(rank), 0)
         event = RankExited(
             renewable=renewable,
+            since_error_ns=since_error_ns,
             time_ns=self.now_ns + skew_ns if at_ns is None else at_ns,
             job=JOB,
             generation=self.generation,

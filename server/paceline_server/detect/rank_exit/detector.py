@@ -152,7 +152,9 @@ class ExitDetector(Detector):
         event = reported.event
         certainty = 2 if is_cause(reported) else 1 if has_aborted_itself(reported) else 0
         was_victim = is_unknown(event) and event.rank in self._waiting_ranks
-        return -certainty, was_victim, reported.time_ns, event.rank
+        # Processes take unequally long to end after an error.
+        first_ns = reported.time_ns - (event.since_error_ns if certainty == 2 else 0)
+        return -certainty, was_victim, first_ns, event.rank
 
     def _exited_early(self, first: ReportedExit, observation: Observation) -> ReportedExit | None:
         """Return the rank that exited with code 0 and so broke the connections of those that

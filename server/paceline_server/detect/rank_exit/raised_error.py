@@ -55,7 +55,7 @@ _TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout|Timed out
 _DEVICE_ASSERTION = re.compile(r": block: \[[\d,]+\], thread: \[[\d,]+\] (Assertion .*)")
 _ASSERTED = "device-side assert triggered"
 _CPP_FRAME = "frame #"
-# A frame of a traceback has a line for its file, one of source, and marks below that.
+# The lines of a frame in a traceback: its file, its source if it raises, and the marks below it.
 _PLACE = '  File "'
 _TORCH_FILE = "/torch/"
 _RAISE = re.compile(r"    raise\b")
