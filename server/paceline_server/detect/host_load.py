@@ -16,6 +16,9 @@ RECENT_NS = 10_000_000_000
 MOST_RANKS = 64  # enough for a median
 # A smaller share does not matter: ranks of a job without any other load wait that long.
 LEAST_SHARE = 0.1
+# Share of a node's pressure that counts as waits of threads and processes that are not measured,
+# such as those of a transfer and the workers of a data loader.
+OF_PRESSURE = 0.5
 USUAL_SECONDS = 60.0  # before an onset
 ONSET_NS = 3_000_000_000  # what is sampled may have changed as long before the onset
 # Schedulers even out over this time, so that differences between ranks shrink with its multiples.

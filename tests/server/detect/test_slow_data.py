@@ -8,7 +8,7 @@ from simulated_job import SimulatedJob
 from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
 from watched import Watched
 
-from paceline_server.detect.host_load import WAIT
+from paceline_server.detect.host_load import NODE_WAIT, WAIT
 from paceline_server.detect.slow_data.detector import SlowDataDetector
 from paceline_server.detect.slow_data.settings import SlowDataSettings
 from paceline_wire.batch import Sample
@@ -60,13 +60,17 @@ def test_a_wait_of_a_tenth_of_a_step_is_found_with_its_true_cost(extra):
 
 
 @pytest.mark.parametrize(("extra", "late_ranks"), [(0.06, []), (0.2, [2])])
-def test_a_loader_that_may_only_wait_for_a_cpu_is_held_back(extra, late_ranks):
+@pytest.mark.parametrize("waiting", ["ranks", "others"])
+def test_a_loader_that_may_only_wait_for_a_cpu_is_held_back(waiting, extra, late_ranks):
+    """The main threads of the ranks wait for CPUs, or only other tasks, such as loader workers."""
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)
+    metric, share = (WAIT, 0.4) if waiting == "ranks" else (NODE_WAIT, 0.8)
     for rank in range(8):
-        labels, node = {"job": "job", "rank": str(rank)}, watched.generation.node(rank)
+        labels = {"job": "job", "rank": str(rank)} if waiting == "ranks" else {}
+        node = watched.generation.node(rank)
         for second in range(0, 300, 5):
-            sample = Sample(WAIT, labels, 0.4 * second, START_NS + second * 10**9)
+            sample = Sample(metric, labels, share * second, START_NS + second * 10**9)
             watched.telemetry.add(node, sample)
     watched.show(played(job, 20))
     late = {**job.late_data, 2: extra}

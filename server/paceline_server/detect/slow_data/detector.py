@@ -19,7 +19,12 @@ from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
-from paceline_server.detect.host_load import cpu_wait_share, largest_accident
+from paceline_server.detect.host_load import (
+    OF_PRESSURE,
+    cpu_wait_share,
+    largest_accident,
+    pressure_share,
+)
 from paceline_server.detect.kinds import SLOW_DATA, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import (
@@ -208,10 +213,15 @@ class SlowDataDetector(Detector):
             if active.is_uncertain and recent < self.settings.recurring_share:
                 continue  # it has become rare since
             finding = self._finding(fingerprint, active, observation)
-            # A loader that waits for a CPU by chance is late by no more than ranks wait for one.
+            # A loader that waits for a CPU by chance is late by no more than ranks wait for one, or
+            # its workers, whose waits are not measured.
+            waiting = list(self.generation.nodes) if active.ranks == [ALL] else active.ranks
             shares = [
-                cpu_wait_share(observation, self.generation, ranks) or 0.0
-                for ranks in (None, active.ranks)
+                OF_PRESSURE * pressure_share(observation, self.generation, waiting),
+                *(
+                    cpu_wait_share(observation, self.generation, ranks) or 0.0
+                    for ranks in (None, active.ranks)
+                ),
             ]
             if (finding.slowdown or 1.0) >= largest_accident(max(shares), seconds):
                 active.finding = finding

@@ -24,6 +24,7 @@ from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.host_load import (
     LEAST_SHARE,
+    OF_PRESSURE,
     cpu_wait_share,
     largest_accident,
     pressure_share,
@@ -59,8 +60,6 @@ BASELINE_STEPS = 64  # steps before the onset from which a lane's usual time is 
 # or more.
 APART = 1.5
 TRUNK_STEPS = 10  # first steps from which the usual time of lanes between nodes is taken
-# Share of a node's pressure that counts as waits of a transfer's threads, which are not measured.
-_OF_PRESSURE = 0.5
 MOST_POSSIBLE = 16  # uncertain rises that are compared with telemetry
 # Ranks that wait for a CPU for a share of the time make the delivery by TCP slower, in the worst of
 # some seconds by this times the share.
@@ -364,7 +363,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         now, slowdown = self._now_and_slowdown(reported)
         pressure = pressure_share(observation, self.generation, reported.route.ranks)
         waiting = cpu_wait_share(observation, self.generation) or 0.0
-        share = max(waiting, _OF_PRESSURE * pressure)
+        share = max(waiting, OF_PRESSURE * pressure)
         seconds = (now_ns - reported.onset_ns) / 1e9
         accident = 1.0 + 2.0 * (largest_accident(share, seconds) - 1.0)
         least = max(self._detector.policy.slow_link_slowdown, accident)
