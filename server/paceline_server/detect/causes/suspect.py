@@ -61,6 +61,11 @@ class Suspect:
         return [rank for rank, node in self.generation.nodes.items() if node == self.node]
 
     @property
+    def has_neighbors(self) -> bool:
+        """Return whether it is one rank of a node that has others."""
+        return self.rank is not None and list(self.generation.nodes.values()).count(self.node) > 1
+
+    @property
     def live(self) -> list[LiveRank]:
         return [
             self.observation.ranks[rank] for rank in self.ranks if rank in self.observation.ranks

@@ -113,6 +113,21 @@ def test_a_rank_that_was_slow_from_the_start_is_compared_with_its_peers():
     assert "; peers: " in found.evidence[0].text
 
 
+@pytest.mark.parametrize(("ranks", "cause"), [(2, UNKNOWN), (1, "CPU contention")])
+def test_what_the_whole_node_always_showed_explains_no_rank_that_has_neighbors(ranks, cause):
+    """A single node on which tasks always wait for CPUs: nothing can be compared."""
+    fleet = Fleet(seed=8, nodes=1, gpus=ranks, onset_seconds=4)
+    metric = "node_pressure_cpu_waiting_seconds_total"
+    fleet.fault("node-0", metric, "", lambda _seconds, _healthy: 1.0)
+    fleet.absent |= {
+        "paceline_rank_process_run_queue_wait_seconds_total",
+        "paceline_rank_process_context_switches_total",
+    }
+    fleet.play(60)
+    found = fleet.diagnose(rank=0, kind="slow_data", slowdown=2.0, onset_step=None)
+    assert found.cause == cause
+
+
 def test_a_rank_without_a_node_or_telemetry_is_unknown():
     fleet = Fleet(seed=9)
     assert fleet.diagnose(rank=99).cause == UNKNOWN
