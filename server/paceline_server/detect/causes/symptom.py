@@ -223,7 +223,7 @@ def _values(
         for expected, sigma in references
         if expected is not None
     ]
-    # What the whole node shows distinguishes no rank from the others on it.
+    # A metric of the whole node distinguishes no rank from the others on it.
     is_shared = symptom.scope is Scope.NODE and suspect.has_neighbors
     if not scored and symptom.normal is not None and not is_shared:
         scored = [(_score(symptom, now, symptom.normal, 0.0), symptom.normal)]
