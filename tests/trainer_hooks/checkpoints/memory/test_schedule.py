@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from paceline.checkpoints.memory import schedule
-from paceline.checkpoints.memory.schedule import CopyCost, CopySchedule, plan_of
+from paceline.checkpoints.memory.schedule import CopyCost, CopyPlan, CopySchedule, plan_of
 
 
 def cost(**values: float) -> CopyCost:
@@ -33,6 +33,18 @@ def test_copies_take_at_most_the_budget(costs: list[CopyCost], every: int, send_
     plan = plan_of(costs, 0.005, lead_seconds=3.0)
     assert (plan.every, plan.send_every) == (every, send_every)
     assert plan.first_step > 20 + 3
+
+
+@pytest.mark.parametrize(
+    ("blocking_ms", "last_every", "every"),
+    [(5.1, 1, 1), (6.2, 1, 1), (6.3, 1, 2), (5.1, 2, 2), (4.9, 2, 1), (41, 10, 10), (37, 10, 8)],
+)
+def test_costs_that_vary_do_not_change_the_plan(
+    blocking_ms: float, last_every: int, every: int
+) -> None:
+    last = CopyPlan(first_step=1, every=last_every, send_every=last_every)
+    plan = plan_of([cost(blocking_seconds=blocking_ms / 1000)], 0.005, 3.0, last)
+    assert plan.every == every
 
 
 @pytest.fixture

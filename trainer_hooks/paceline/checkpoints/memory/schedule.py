@@ -25,9 +25,10 @@ FIRST_POST_SECONDS = 10.0  # between the posts of a rank's costs until then
 POLL_SECONDS = 10.0
 POST_SECONDS = 60.0
 _STEPS_KEPT = 32
-_COPIES_KEPT = 4
+_COPIES_KEPT = 8
 _COPIES_TO_PLAN = 2  # after the first, which is slower
 _MARGIN = 1.25  # time between copies, over that of the threads
+_FITTING = (0.75, 1.25)  # interval that the costs ask for, over that of a plan which stays
 _LONGEST_STEPS = 1_000_000
 
 
@@ -53,13 +54,19 @@ _COSTS = msgspec.json.Decoder(CopyCost)
 _PLANS = msgspec.json.Decoder(CopyPlan)
 
 
-def plan_of(costs: Sequence[CopyCost], overhead_ratio: float, lead_seconds: float) -> CopyPlan:
+def plan_of(
+    costs: Sequence[CopyCost],
+    overhead_ratio: float,
+    lead_seconds: float,
+    last: CopyPlan | None = None,
+) -> CopyPlan:
     """Return the plan for the costs of all ranks.
 
     Args:
         costs: one per rank.
         overhead_ratio: share of a step that copies may take.
         lead_seconds: time until all ranks have read the plan.
+        last: the plan in effect, whose interval stays while it about fits the costs, which vary.
 
     Example:
         >>> plan_of([CopyCost(9, 1.0, 0.012, 0.1, None)], 0.005, lead_seconds=3)
@@ -69,8 +76,11 @@ def plan_of(costs: Sequence[CopyCost], overhead_ratio: float, lead_seconds: floa
     blocking = max(cost.blocking_seconds for cost in costs)
     background = max(cost.background_seconds for cost in costs)
     transfer = max((cost.transfer_seconds or 0.0 for cost in costs), default=0.0)
-    every = max(1, ceil(blocking / (overhead_ratio * step)), ceil(_MARGIN * background / step))
-    every = min(every, _LONGEST_STEPS)
+    steps = max(blocking / (overhead_ratio * step), _MARGIN * background / step)
+    if last is not None and _FITTING[0] * last.every <= steps <= _FITTING[1] * last.every:
+        every = last.every
+    else:
+        every = min(max(1, ceil(steps)), _LONGEST_STEPS)
     return CopyPlan(
         first_step=max(cost.step for cost in costs) + 2 + ceil(lead_seconds / step),
         every=every,
@@ -186,7 +196,7 @@ class CopySchedule:
         if cost is not None and now >= self._post_at:
             self._post_at = now + (FIRST_POST_SECONDS if is_first else POST_SECONDS)
             if self._store is None:
-                self._adopt(plan_of([cost], self._overhead_ratio, 0.0))
+                self._adopt(plan_of([cost], self._overhead_ratio, 0.0, self._published))
             else:
                 self._store.set(f"cost/{self._rank}", msgspec.json.encode(cost).decode())
         if self._store is not None:
@@ -220,8 +230,9 @@ class CopySchedule:
             return
         costs = [_COSTS.decode(each) for each in store.multi_get(keys)]
         costs = [msgspec.structs.replace(c, step=max(c.step, self._step)) for c in costs]
-        plan, last = plan_of(costs, self._overhead_ratio, lead_seconds), self._published
-        if last is None or _differs(plan.every, last.every) or plan.send_every != last.send_every:
+        last = self._published
+        plan = plan_of(costs, self._overhead_ratio, lead_seconds, last)
+        if last is None or (plan.every, plan.send_every) != (last.every, last.send_every):
             store.set("plan", msgspec.json.encode(plan).decode())
 
     def _read(self, store: RankStore) -> None:
@@ -243,8 +254,3 @@ def _is_first(steps: int) -> bool:
     It is at each of 2 to 8, every second up to 16, every fourth up to 32, and so on.
     """
     return steps > 1 and steps % (1 << max(0, steps.bit_length() - 3)) == 0
-
-
-def _differs(every: int, last: int) -> bool:
-    """Return whether an interval differs enough for a new plan."""
-    return every > 1.25 * last or every < 0.75 * last
