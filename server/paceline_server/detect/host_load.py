@@ -51,9 +51,22 @@ def pressure_share(observation: Observation, generation: Generation, ranks: Sequ
 
     Of the node of these ranks where it is largest; 0 if the kernel does not measure it.
     """
+    return max(_pressure_shares(observation, generation, ranks), default=0.0)
+
+
+def median_pressure_share(
+    observation: Observation, generation: Generation, ranks: Sequence[int]
+) -> float:
+    """Return the same of the median node of these ranks."""
+    return _median_share(_pressure_shares(observation, generation, ranks)) or 0.0
+
+
+def _pressure_shares(
+    observation: Observation, generation: Generation, ranks: Sequence[int]
+) -> list[float]:
     since_ns = observation.now_ns - RECENT_NS
     pressures = _pressures(observation, generation, ranks)
-    return max((min(one.rate_since(since_ns) or 0.0, 1.0) for one in pressures), default=0.0)
+    return [min(one.rate_since(since_ns) or 0.0, 1.0) for one in pressures]
 
 
 def rise_of_waits(

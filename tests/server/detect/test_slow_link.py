@@ -180,6 +180,19 @@ def test_transfers_that_cost_less_than_tasks_wait_for_cpus_are_not_judged_yet(
     assert bool(run.advance(12)) == is_found
 
 
+@pytest.mark.parametrize(("busy", "is_found"), [(1, True), (4, False)])
+def test_one_busy_node_of_several_does_not_explain_slow_transfers(busy, is_found):
+    run = watched(Topology(4, 2, 2), 7, ranks_per_node=2)
+    for second in range(120):
+        for node in range(8):
+            waited = 0.5 * second if node < busy else 0.0
+            sample = Sample(CPU_PRESSURE, {}, waited, T0 + second * 10**9)
+            run.telemetry.add(f"node-{node}", sample)
+    run.advance(40)
+    run.slow_groups = {0: 8.0}
+    assert bool(run.advance(8)) == is_found
+
+
 def count_waits_and_bytes(run: TimedRun, step: int, share: float, sending: float) -> None:
     """Ranks wait for CPUs in this share of the time, and send for `sending` s of each second."""
     at_ns, second = T0 + step * 600_000_000, 0.6 * step

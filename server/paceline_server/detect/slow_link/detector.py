@@ -27,6 +27,7 @@ from paceline_server.detect.host_load import (
     OF_PRESSURE,
     cpu_wait_share,
     largest_accident,
+    median_pressure_share,
     pressure_share,
     rise_of_waits,
     uneven_share,
@@ -378,7 +379,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
                 ranks, since_ns, slowdown or 1.0, waiting, observation
             )
             if is_slower is None:  # it may have the waits that other operations had before
-                is_network = cost_ratio >= max(waiting, pressure) * uneven_share(seconds)
+                typical = median_pressure_share(observation, self.generation, ranks)
+                is_network = cost_ratio >= max(waiting, typical) * uneven_share(seconds)
             else:
                 is_network = is_slower
         if is_network:
