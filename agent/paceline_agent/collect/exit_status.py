@@ -34,7 +34,7 @@ class ExitStatus:
                 self._pidfd = os.pidfd_open(pid)
 
     @property
-    def is_awaited(self) -> bool:
+    def is_unreaped(self) -> bool:
         """Whether the process has ended and its parent has not asked how."""
         return self._unreaped() is not None
 

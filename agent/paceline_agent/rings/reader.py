@@ -457,7 +457,7 @@ class Rings:
         now = time.monotonic()
         if attached.gone_since is None:
             attached.gone_since, attached.gone_ns = now, timeline_ns()
-        is_late = attached.exit_status.is_awaited and attached.exit_status.read() is None
+        is_late = attached.exit_status.is_unreaped and attached.exit_status.read() is None
         return now < attached.gone_since + (UNREAPED_SECONDS if is_late else STATUS_SECONDS)
 
     def _finish_external(self, attached: _AttachedRing) -> None:
