@@ -115,8 +115,7 @@ def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:
 def started_ns(procfs_root: Path, pid: int) -> int | None:
     """Return its start time by the current CLOCK_REALTIME; None if it is gone."""
     try:
-        content = read_once(procfs_root / str(pid) / "stat")
-        ticks = int(content[content.rindex(b")") + 2 :].split()[19])
+        ticks = int(_fields(procfs_root, pid)[19])
     except (OSError, ValueError, IndexError):
         return None
     up_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // _TICKS_PER_SECOND

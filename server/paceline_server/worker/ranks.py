@@ -12,12 +12,8 @@ from paceline_wire.batch import Event, RankAttached, RankExited, RankStarted
 
 _ORDER = ("assigned", "started", "attached", "exited")
 _VISIBLE = ("pid", "state", "exit_code", "signal", "commanded", "step", "status", "process_state")
-CHANGING_COLUMNS = (
-    *_VISIBLE,
-    "launcher_signal",
-    "operation",
-    "operation_seconds",
-)  # within a generation
+# Those that change within a generation.
+CHANGING_COLUMNS = (*_VISIBLE, "launcher_signal", "operation", "operation_seconds")
 COLUMNS = tuple(column.key for column in RankRow.__table__.columns)
 
 
