@@ -190,6 +190,7 @@ class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
     drained: bool = False  # stopped by its agent, which was shut down on request
     renewable: bool = False  # the other ranks of its node can stay for the next generation
     launcher_signal: int | None = None  # that asked its launcher to end, which ended the rank
+    launcher_gone: bool = False  # its launcher has ended, so that it will not start it again
     since_error_ns: int = 0
 
 

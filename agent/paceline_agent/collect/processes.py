@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline_agent.collect.cached_files import entries, inode_of, read_once, read_text_once
 
@@ -20,6 +21,13 @@ _UNREAPED, _DEAD = b"Z", b"X"
 class ProcessStatus:
     state: str  # R S D T ...
     cpu_seconds: float
+
+
+class ProcessKey(NamedTuple):
+    """A process; a later one with the same number has another start."""
+
+    pid: int
+    started_ticks: int  # since boot
 
 
 def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
@@ -110,6 +118,28 @@ def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:
             continue
         if namespace_pids(procfs_root, int(name))[-1] == pid:
             yield int(name)
+
+
+def starter_of_session(procfs_root: Path, pid: int) -> ProcessKey | None:
+    """Return the process that started the session of this one; None if it is not known.
+
+    torchrun starts each rank in a session of its own, also a rank that a shell script starts.
+    """
+    try:
+        leader = int(_fields(procfs_root, pid)[3])
+        parent = int(_fields(procfs_root, leader)[1])
+        return ProcessKey(parent, int(_fields(procfs_root, parent)[19]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def is_running(procfs_root: Path, process: ProcessKey) -> bool:
+    """Return whether the process has not ended."""
+    try:
+        fields = _fields(procfs_root, process.pid)
+        return fields[0] not in (_UNREAPED, _DEAD) and int(fields[19]) == process.started_ticks
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def started_ns(procfs_root: Path, pid: int) -> int | None:

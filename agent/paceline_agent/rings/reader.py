@@ -25,7 +25,14 @@ from paceline_agent.clock import stepped_ns, timeline_ns
 from paceline_agent.collect.cached_files import entries, inode_of
 from paceline_agent.collect.contract import Inventory, LocalRank
 from paceline_agent.collect.exit_status import ExitStatus
-from paceline_agent.collect.processes import process_status, process_that_maps, process_users
+from paceline_agent.collect.processes import (
+    ProcessKey,
+    is_running,
+    process_status,
+    process_that_maps,
+    process_users,
+    starter_of_session,
+)
 from paceline_agent.collect.visible_gpus import visible_gpu
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import admission
@@ -81,6 +88,7 @@ class _AttachedRing:
     key: RankKey
     pid: int  # in the node's PID namespace, not the container's
     exit_status: ExitStatus
+    torchrun: ProcessKey | None = None  # that started it; None: not known, or another launcher
     reported_lost: int = 0
     acknowledged: Acknowledgement | None = None
     seen_alive: bool = False
@@ -385,7 +393,14 @@ class Rings:
         self._refused.pop(path, None)
         is_alive = process_status(self._procfs_root, pid) is not None
         self._attached[path] = _AttachedRing(
-            reader, key, pid, ExitStatus(self._procfs_root, found), seen_alive=is_alive
+            reader,
+            key,
+            pid,
+            ExitStatus(self._procfs_root, found),
+            torchrun=(
+                starter_of_session(self._procfs_root, pid) if _is_of_torchrun(identity) else None
+            ),
+            seen_alive=is_alive,
         )
         log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
         attached = self._with_gpu(identity, pid)
@@ -449,7 +464,7 @@ class Rings:
 
     def _awaits_ending(self, attached: _AttachedRing) -> bool:
         """Return whether torchrun may still report how this rank ended."""
-        if attached.reader.identity.metadata.get("launcher") != "torchrun":
+        if not _is_of_torchrun(attached.reader.identity):
             return False
         ending = read_ending(attached.reader.path, attached.owner)
         if _status_of(attached) == ring.Status.FINISHED or (ending and ending.has_status):
@@ -480,6 +495,10 @@ class Rings:
             exit_code=0 if finished else ending.exit_code,
             signal=ending.signal,
             launcher_signal=ending.launcher_signal,
+            launcher_gone=(
+                attached.torchrun is not None
+                and not is_running(self._procfs_root, attached.torchrun)
+            ),
             log_tail=ending.error,
             **attached.key._asdict(),
         )
@@ -616,6 +635,10 @@ def _status_of(attached: _AttachedRing) -> int | None:
         return attached.reader.state[ring.STATE_STATUS]
     except RingError:
         return None
+
+
+def _is_of_torchrun(identity: Identity) -> bool:
+    return identity.metadata.get("launcher") == "torchrun"
 
 
 def _local_rank(identity: Identity, pid: int) -> LocalRank:

@@ -22,7 +22,7 @@ JobCondition = Literal[
     "waiting", "starting", "training", "unobserved", "hung", "dead", "ended", "unknown"
 ]
 
-# A worker ticks several times a second and writes at least each second.
+_FIRST_STEP_NS = 120_000_000_000  # ranks that report no step may load a model or data until then
 
 
 class AsOf(NamedTuple):
@@ -97,8 +97,7 @@ def condition(session: Session, job: models.JobRow, as_of: AsOf) -> Condition:
     else:
         kind = "starting" if job.state != "running" else "training"
         if kind == "training" and job.step is None:
-            statuses = queries.rank_statuses(session, job.id)
-            kind = "starting" if statuses.keys() & {"loading", "joining"} else "unobserved"
+            kind = "starting" if _may_be_starting(session, job, as_of) else "unobserved"
     return Condition(
         job=kind,
         as_of_ns=job.ticked_ns,
@@ -108,3 +107,12 @@ def condition(session: Session, job: models.JobRow, as_of: AsOf) -> Condition:
         silent=frozenset(silent),
         is_stopped=bool(stopping or dead),
     )
+
+
+def _may_be_starting(session: Session, job: models.JobRow, as_of: AsOf) -> bool:
+    """Return whether a job without a step may not train yet."""
+    if queries.rank_statuses(session, job.id).keys() & {"loading", "joining"}:
+        return True
+    generation = session.get(models.GenerationRow, (job.id, job.generation))
+    started_ns = job.created_ns if generation is None else generation.placement.started_ns
+    return as_of.now_ns - started_ns < _FIRST_STEP_NS

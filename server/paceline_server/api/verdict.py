@@ -33,8 +33,8 @@ JobVerdict = Literal[
 ]
 _WINDOW_STEPS = 10
 _UNOBSERVED = (
-    "The ranks run, but report no step: training is not observed, and a slow or hung rank is not "
-    "found. Call paceline.init() and loop over paceline.steps(loader)."
+    "The ranks have reported no step since they started. If they train, a slow or hung rank is not "
+    "found: call paceline.init() and loop over paceline.steps(loader)."
 )
 _EVEN_RATIO = 0.15  # a wider spread would look like a problem, and the detectors would report it
 
@@ -149,6 +149,9 @@ def _starting(session: Session, job: models.JobRow) -> str:
         return f"Generation {job.generation} is starting: {ranks} are in init_process_group."
     states = queries.rank_states(session, job.id)
     ready, count = states.get("attached", 0), sum(states.values())
+    if ready == count and count > 1:
+        all_run = f"all {count} ranks run, and none has finished a step"
+        return f"Generation {job.generation} is starting: {all_run}."
     return f"Generation {job.generation} is starting: {ready} of {count} ranks have attached."
 
 

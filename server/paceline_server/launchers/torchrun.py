@@ -62,6 +62,7 @@ class _Process(msgspec.Struct, frozen=True):
     started_ns: int  # CLOCK_MONOTONIC of its node
     has_exited: bool
     launcher_signal: int | None
+    launcher_gone: bool
     metadata: dict[str, str]
 
     @property
@@ -154,6 +155,8 @@ class TorchrunLauncher:
         if len(signals) == len(job.processes):
             names = " and ".join(sorted({signal_name(number) for number in signals}))
             return _seen("over", f"torchrun received {names}, which ended the job.", job)
+        if job.processes and all(one.launcher_gone for one in job.processes):
+            return _seen("refused", f"torchrun of {request.launch.job} has ended, too.", job)
         now = self._clock()
         since = self._gone_since.setdefault(request.action_id, now)
         if (used_up := _used_up(job)) is not None and not job.sent:
@@ -203,6 +206,7 @@ def _load(session: Session, request: LaunchRequest) -> tuple[_KnownJob, int]:
                 started_ns=found.started_ns,
                 has_exited=rank.state == "exited",
                 launcher_signal=rank.launcher_signal,
+                launcher_gone=rank.launcher_gone,
                 metadata=found.identity.metadata,
             )
         )

@@ -128,6 +128,12 @@ def position_at(session: Session, received_ns: int) -> int:
     return session.scalar(query) or 0
 
 
+def received_until(session: Session, position: int) -> int:
+    """Return when the newest entry up to a position was received, 0 if there is none."""
+    query = select(func.max(HotLogRow.received_ns)).where(HotLogRow.id <= position)
+    return session.scalar(query) or 0
+
+
 def _least_cursor(session: Session) -> int | None:
     """Return the log position that all unfinished jobs have reached; None without such jobs."""
     return session.scalar(select(func.min(JobRow.cursor)).where(JobRow.state.not_in(FINISHED)))

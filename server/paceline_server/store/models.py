@@ -230,12 +230,13 @@ class PolicyVersionRow(Base):
 
 
 class EngineMemoryRow(Base):
-    """State of a job's engine (`Engine.memory`), as of an entry at or before the job's cursor."""
+    """State of a job's engine (`Engine.memory`)."""
 
     __tablename__ = "engine_memories"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     memory: Mapped[bytes] = mapped_column(LargeBinary)
+    cursor: Mapped[int]  # last id of the hot log that the state includes, 0: unknown
 
 
 class LeaseRow(Base):
@@ -290,6 +291,7 @@ class RankRow(Base):
     signal: Mapped[int | None]
     commanded: Mapped[bool]
     launcher_signal: Mapped[int | None]  # `RankExited.launcher_signal`
+    launcher_gone: Mapped[bool] = mapped_column(default=False)  # `RankExited.launcher_gone`
 
 
 class AttachmentRow(Base):

@@ -98,7 +98,11 @@ def write_commit(
     over = commit.columns.state in FINISHED
     _update_job(session, job_id, commit.columns)
     if commit.engine_memory is not None:
-        row: dict[str, object] = {"job_id": job_id, "memory": commit.engine_memory}
+        row: dict[str, object] = {
+            "job_id": job_id,
+            "memory": commit.engine_memory,
+            "cursor": commit.columns.cursor,
+        }
         _upsert(session, models.EngineMemoryRow, row)
     if over:
         _claim_nodes(session, job_id, set())

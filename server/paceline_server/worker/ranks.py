@@ -13,7 +13,13 @@ from paceline_wire.batch import Event, RankAttached, RankExited, RankStarted
 _ORDER = ("assigned", "started", "attached", "exited")
 _VISIBLE = ("pid", "state", "exit_code", "signal", "commanded", "step", "status", "process_state")
 # Those that change within a generation.
-CHANGING_COLUMNS = (*_VISIBLE, "launcher_signal", "operation", "operation_seconds")
+CHANGING_COLUMNS = (
+    *_VISIBLE,
+    "launcher_signal",
+    "launcher_gone",
+    "operation",
+    "operation_seconds",
+)
 COLUMNS = tuple(column.key for column in RankRow.__table__.columns)
 
 
@@ -72,6 +78,7 @@ class RankRows:
                     signal=event.signal,
                     commanded=event.commanded,
                     launcher_signal=event.launcher_signal,
+                    launcher_gone=event.launcher_gone,
                     process_state=None,
                 )
 

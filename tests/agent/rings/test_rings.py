@@ -14,6 +14,7 @@ import pytest
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collect import visible_gpus
 from paceline_agent.collect.contract import Inventory
+from paceline_agent.collect.processes import process_status
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import reader
 from paceline_agent.rings.reader import RankKey, Rings
@@ -33,6 +34,7 @@ from paceline_wire.ending import Ending, ending_path, write_ending
 from paceline_wire.ring import Identity, RingFile, SectionDefinition
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
 from paceline_wire.topology import Coordinates, Topology
+from tests.waiting import wait_for
 
 
 class Writer:
@@ -342,6 +344,36 @@ def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) 
     assert exited.since_error_ns == pytest.approx(10**9, rel=0.5)
     assert exited.time_ns <= found_ns, "ranks that ended at once must not seem seconds apart"
     assert list(bench.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("kills_torchrun", [False, True])
+def test_a_rank_whose_torchrun_has_ended_too_is_reported_as_such(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kills_torchrun: bool
+) -> None:
+    monkeypatch.setattr(reader, "STATUS_SECONDS", 0.0)
+    starts_a_rank = (
+        "import subprocess, sys, time;"
+        "rank = subprocess.Popen([sys.executable, '-c', 'input()'], start_new_session=True);"
+        "print(rank.pid, flush=True); rank.wait(); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", starts_a_rank], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as torchrun:
+        assert torchrun.stdin is not None
+        assert torchrun.stdout is not None
+        rank = int(torchrun.stdout.readline())
+        writer = Writer(bench.directory, pid=rank, metadata={"launcher": "torchrun"})
+        bench.poll()
+        if kills_torchrun:
+            torchrun.kill()
+        torchrun.stdin.close()
+        wait_for(lambda: process_status(Path("/proc"), rank) is None, "the end of the rank")
+        bench.rings._state_due = 0.0
+        exited = bench.poll()[0][-1]
+        torchrun.kill()
+    assert isinstance(exited, RankExited)
+    assert exited.launcher_gone is kills_torchrun
+    assert not writer.path.exists()
 
 
 def test_a_launcher_that_reports_nothing_is_not_waited_for(

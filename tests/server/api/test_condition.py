@@ -106,6 +106,26 @@ def change(server: Any, table: Any, key: Any, **values: object) -> None:
             setattr(row, name, value)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "condition", "part"),
+    [
+        (30, "starting", "all 2 ranks run, and none has finished a step"),
+        (130, "unobserved", "have reported no step since they started"),
+    ],
+)
+def test_ranks_without_a_step_may_load_for_a_while(
+    server: Any, client: httpx.Client, job_id: str, seconds: int, condition: str, part: str
+) -> None:
+    created_ns = time.time_ns() - seconds * SECOND
+    change(server, JobRow, job_id, step=None, created_ns=created_ns)
+    for rank in (0, 1):
+        change(server, RankRow, (job_id, rank), status="starting")
+    shown = get(client, job_id)
+    verdict = shown["verdict"]
+    assert (shown["condition"], verdict["kind"]) == (condition, condition)
+    assert part in verdict["text"]
+
+
 def test_a_standstill_is_shown_with_what_each_rank_does_until_a_hang_is_found(
     server: Any, client: httpx.Client, job_id: str
 ) -> None:

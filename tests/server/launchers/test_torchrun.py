@@ -176,6 +176,19 @@ def test_a_torchrun_that_has_given_up_is_not_waited_for_forever(world: TorchrunW
     assert (seen.state, "has given up" in seen.detail) == ("refused", True)
 
 
+def test_a_job_whose_torchruns_have_ended_too_is_not_waited_for(world: TorchrunWorld) -> None:
+    """Such as by `pkill -9 -f train.py`, which is also in torchrun's command line."""
+    request, launcher = request_of(world), TorchrunLauncher(world.database)
+    with world.database.write() as session:
+        session.query(RankRow).update({"state": "exited"})
+        session.query(RankRow).where(RankRow.rank == 1).update({"launcher_gone": True})
+    assert launcher.observe(request).state == "begun", "the torchrun of n0 still runs"
+    with world.database.write() as session:
+        session.query(RankRow).update({"launcher_gone": True})
+    seen = launcher.observe(request)
+    assert (seen.state, "has ended, too" in seen.detail) == ("refused", True), seen
+
+
 def test_torchruns_that_were_asked_to_end_start_nothing_again(world: TorchrunWorld) -> None:
     request, launcher = request_of(world), TorchrunLauncher(world.database)
     with world.database.write() as session:

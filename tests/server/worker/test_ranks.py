@@ -45,11 +45,12 @@ def test_everything_that_an_exit_changes_is_stored() -> None:
             signal=9,
             commanded=True,
             launcher_signal=15,
+            launcher_gone=True,
         ),
     )
     (after,) = watched.changed()
     assert {name for name in after if after[name] != before[name]} <= set(CHANGING_COLUMNS)
-    assert after["launcher_signal"] == 15
+    assert (after["launcher_signal"], after["launcher_gone"]) == (15, True)
 
 
 def test_other_generations_and_other_nodes_change_nothing() -> None:
