@@ -239,7 +239,7 @@ def _begin(
         policies.assign(session, job, "paceline server", now_ns)
     job.name, job.spec, job.topology, job.generation = name, spec, spec.topology, generation
     job.state = "running" if action is None else "recovering"
-    job.finished_ns, job.ticked_ns, job.cursor = None, None, cursor
+    job.finished_ns, job.ticked_ns, job.step, job.cursor = None, None, None, cursor
     session.add(job)
     session.flush()
     session.add(

@@ -186,6 +186,27 @@ def test_the_ledger_covers_all_generations(
     assert started == [started[0]] * 3, "a job starts up once; then it is restarted"
 
 
+def test_ranks_that_were_started_again_are_starting_until_they_finish_a_step(
+    nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    for number in range(2):
+        nodes[number].run_external("train", number, PAIR)
+    wait_for(lambda: ((job("train") or {}).get("step") or 0) >= 3, "steps")
+    for number in range(2):
+        nodes[number].startup_seconds = 1e9
+        nodes[number].crash(number)
+    wait_for(lambda: job("train")["state"] == "failed", "the end")
+    for number in range(2):
+        nodes[number].run_external("train", number, PAIR, generation=1)
+    wait_for(lambda: job("train")["state"] == "running", "the restart")
+    shown = job("train")
+    assert (shown["step"], shown["condition"], shown["verdict"]["kind"]) == (
+        None,
+        "starting",
+        "starting",
+    )
+
+
 def test_a_restart_counted_on_some_nodes_is_a_generation_of_the_job(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
