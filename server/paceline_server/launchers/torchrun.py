@@ -155,8 +155,8 @@ class TorchrunLauncher:
         if len(signals) == len(job.processes):
             names = " and ".join(sorted({signal_name(number) for number in signals}))
             return _seen("over", f"torchrun received {names}, which ended the job.", job)
-        if job.processes and all(one.launcher_gone for one in job.processes):
-            return _seen("refused", f"torchrun of {request.launch.job} has ended, too.", job)
+        if (too_few := _too_few_torchruns(request, job)) is not None:
+            return _seen("refused", too_few, job)
         now = self._clock()
         since = self._gone_since.setdefault(request.action_id, now)
         if (used_up := _used_up(job)) is not None and not job.sent:
@@ -237,20 +237,35 @@ def _observe_sent(request: LaunchRequest, job: _KnownJob) -> ShownRequest:
 
 def _obstacle(request: LaunchRequest, job: _KnownJob) -> str | None:
     """Return why torchrun cannot restart the job; None: it can."""
-    if (used_up := _used_up(job)) is not None:
-        return used_up
+    if (obstacle := _used_up(job) or _too_few_torchruns(request, job)) is not None:
+        return obstacle
     if not request.exclude:
         return None
-    least = {one.metadata.get(TORCHRUN_LEAST_NODES, "") for one in job.processes}
-    names = _names(request.exclude)
-    if len(least) != 1 or not (text := least.pop()).isdecimal():
+    least, names = _least_nodes(job), _names(request.exclude)
+    if least is None:
         return f"torchrun was started without --nnodes=LEAST:MOST: it cannot leave out {names}."
     left = request.launch.nodes.keys() - set(request.exclude)
-    if len(left) < int(text):
-        return f"torchrun needs {text} nodes (--nnodes), and {len(left)} remain without {names}."
+    if len(left) < least:
+        return f"torchrun needs {least} nodes (--nnodes), and {len(left)} remain without {names}."
     if any(one.rank == 0 and one.agent in request.exclude for one in job.processes):
         return f"torchrun's nodes meet at that of rank 0, so it cannot leave out {names}."
     return None
+
+
+def _least_nodes(job: _KnownJob) -> int | None:
+    """Return how many nodes torchrun needs at least; None: all of them, or it is not known."""
+    least = {one.metadata.get(TORCHRUN_LEAST_NODES, "") for one in job.processes}
+    text = least.pop() if len(least) == 1 else ""
+    return int(text) if text.isdecimal() else None
+
+
+def _too_few_torchruns(request: LaunchRequest, job: _KnownJob) -> str | None:
+    """Return the sentence about nodes whose torchrun has ended; None: the others can do without."""
+    gone = {one.agent for one in job.processes if one.launcher_gone}
+    left, least = request.launch.nodes.keys() - gone - set(request.exclude), _least_nodes(job)
+    if not gone or (least is not None and len(left) >= least):
+        return None
+    return f"torchrun has ended on {_names(gone)}, too: nothing starts the ranks there again."
 
 
 def _used_up(job: _KnownJob) -> str | None:

@@ -176,17 +176,30 @@ def test_a_torchrun_that_has_given_up_is_not_waited_for_forever(world: TorchrunW
     assert (seen.state, "has given up" in seen.detail) == ("refused", True)
 
 
-def test_a_job_whose_torchruns_have_ended_too_is_not_waited_for(world: TorchrunWorld) -> None:
+@pytest.mark.parametrize(
+    ("least", "ended", "refused"),
+    [
+        pytest.param("1", [1], None, id="the other node can continue alone"),
+        pytest.param("2", [1], "ended on n1, too", id="both are needed"),
+        pytest.param("1", [0, 1], "ended on n0, n1, too", id="all"),
+    ],
+)
+def test_a_torchrun_that_has_ended_too_is_not_waited_for(
+    requests: CommittedRequests, least: str, ended: list[int], refused: str | None
+) -> None:
     """Such as by `pkill -9 -f train.py`, which is also in torchrun's command line."""
+    world = TorchrunWorld(requests, least_nodes=least)
     request, launcher = request_of(world), TorchrunLauncher(world.database)
-    with world.database.write() as session:
-        session.query(RankRow).update({"state": "exited"})
-        session.query(RankRow).where(RankRow.rank == 1).update({"launcher_gone": True})
-    assert launcher.observe(request).state == "begun", "the torchrun of n0 still runs"
-    with world.database.write() as session:
-        session.query(RankRow).update({"launcher_gone": True})
-    seen = launcher.observe(request)
-    assert (seen.state, "has ended, too" in seen.detail) == ("refused", True), seen
+    for state in ("exited", "attached"):
+        with world.database.write() as session:
+            session.query(RankRow).update({"state": state})
+            gone = session.query(RankRow).where(RankRow.rank.in_(ended))
+            gone.update({"launcher_gone": True, "state": "exited"})
+        seen = launcher.observe(request)
+        if refused is None:
+            assert seen.state == ("begun" if state == "exited" else "ready")
+        else:
+            assert (seen.state, refused in seen.detail) == ("refused", True), seen
 
 
 def test_torchruns_that_were_asked_to_end_start_nothing_again(world: TorchrunWorld) -> None:
