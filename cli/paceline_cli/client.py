@@ -45,7 +45,10 @@ def _tls_context(server: str, environment: Mapping[str, str]) -> ssl.SSLContext 
 class Client:
     """Calls under `/api/v1`. Every failure is a click.ClickException that says what to do."""
 
-    def __init__(self, server: str, token: str | None = None) -> None:
+    def __init__(
+        self, server: str, token: str | None = None, timeout_seconds: float = 10.0
+    ) -> None:
+        """Create a client. `timeout_seconds`: of one request, where its method names no other."""
         if not is_http_address(server):
             raise click.UsageError(f"--server: expected http://HOST:PORT, got {server!r}")
         if token is not None and not re.fullmatch(r"[!-~]+", token):
@@ -59,7 +62,7 @@ class Client:
         self._http = httpx.Client(
             base_url=f"{self.server}/api/v1",
             headers=headers,
-            timeout=httpx.Timeout(10.0),
+            timeout=httpx.Timeout(timeout_seconds),
             verify=_tls_context(self.server, os.environ),
         )
 

@@ -13,6 +13,7 @@ from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.record import ReportedFinding, TrialRecord
 from paceline_server.detect.finding import Finding
 
+SERVER_SECONDS = 60.0  # until it answers: on a busy host a trial is not given up for that
 _POLL_SECONDS = 0.2
 
 

@@ -19,7 +19,7 @@ from paceline_demo.cluster import GPUS_PER_NODE, Cluster
 from paceline_demo.training import start_training
 from paceline_evaluation import inject
 from paceline_evaluation.faults import TrialFault
-from paceline_evaluation.observed_job import ObservedJob
+from paceline_evaluation.observed_job import SERVER_SECONDS, ObservedJob
 from paceline_evaluation.record import TrialRecord
 from paceline_evaluation.scoring import TrialVerdict, judge
 
@@ -74,7 +74,7 @@ class RealArm:
     def _running(self) -> Iterator[Client]:
         try:
             self.cluster.start()
-            with Client(self.cluster.url) as client:
+            with Client(self.cluster.url, timeout_seconds=SERVER_SECONDS) as client:
                 yield client
         finally:
             self.cluster.close()

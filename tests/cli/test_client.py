@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -38,6 +39,9 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(401, {"detail": "a token is needed"})
         elif url.path in ("/api/v1/list", "/api/v1/word"):
             self._answer(200, [1, 2] if url.path.endswith("list") else {"hello": 1})
+        elif url.path == "/api/v1/slow":
+            time.sleep(0.5)
+            self._answer(200, {"hello": 1})
         elif url.path == "/api/v1/page":
             self._send(200, b"<html>hello</html>", "text/html")
         else:
@@ -79,6 +83,16 @@ def test_events_resume_after_the_last_one_seen(client: Client) -> None:
     assert next(events) == ("job", {"state": "running"})
     assert next(events) == ("job", {"state": "running"})
     assert Handler.event_requests == [None, "7"]
+
+
+def test_a_server_may_be_given_more_time(client: Client) -> None:
+    with (
+        Client(client.server, timeout_seconds=0.05) as hasty,
+        pytest.raises(click.ClickException, match="timed out"),
+    ):
+        hasty.get("/slow")
+    with Client(client.server, timeout_seconds=60.0) as patient:
+        assert patient.get("/slow") == {"hello": 1}
 
 
 def test_a_missing_token_is_named_with_its_remedy(client: Client) -> None:

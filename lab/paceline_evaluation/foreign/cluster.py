@@ -22,6 +22,7 @@ from paceline_demo.cluster import (
     start_process,
 )
 from paceline_evaluation.foreign.network_nodes import NetworkNodes, why_unavailable
+from paceline_evaluation.observed_job import SERVER_SECONDS
 
 NODES = 2
 TRAINERS = Path(__file__).with_name("trainers")
@@ -59,7 +60,7 @@ class ForeignCluster(Cluster):
             if self.why_no_network is None:
                 self._add_network()
             self.start()
-            with Client(self.url, self.operator_token) as client:
+            with Client(self.url, self.operator_token, SERVER_SECONDS) as client:
                 yield client
         finally:
             self.close()
