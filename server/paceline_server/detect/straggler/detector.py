@@ -21,9 +21,8 @@ Each has a finding, but they share a verdict that names all of them and what the
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import msgspec
@@ -49,21 +48,16 @@ from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.change_point import (
     AGREEING,
     KEPT,
-    MAD_TO_SIGMA,
-    MEDIAN_VARIANCE,
     NEWEST,
     NEWEST_APART,
     Shift,
-    column_medians,
 )
 from paceline_server.detect.statistics.creep import Creep, steps_since_onset
 from paceline_server.detect.statistics.load import ComputeLoads
-from paceline_server.detect.statistics.peer_levels import (
-    FOLLOWED_STEPS,
-    PeerLevels,
-    Rise,
-)
+from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
+from paceline_server.detect.straggler.recent_steps import RecentSteps
 from paceline_server.detect.straggler.settings import DEFAULTS, StragglerSettings
+from paceline_server.detect.straggler.since_first import SlowSinceFirst
 from paceline_server.detect.straggler.slow_unit import MOST, SlowUnit, SlowUnits
 from paceline_server.detect.straggler.verdict import (
     ALIKE,
@@ -81,14 +75,11 @@ from paceline_server.detect.straggler.verdict import (
 )
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
-from paceline_server.steps.peers import medians_of_others
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
 RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers are not more precise
-STEPS_BETWEEN_CHRONIC_CHECKS = 8
-CHANCE_SIGMAS = 4.0  # a difference this many times larger than those of the others is its own
 BLOCKS_STEPS = (8, 32)  # whose sums are compared
 TOGETHER_STEPS = NEWEST[0]  # ranks whose onsets differ by fewer steps became slow together
 
@@ -123,17 +114,6 @@ class _Blocks:
         self._sums = np.zeros_like(self._sums)
 
 
-@dataclass(frozen=True, slots=True)
-class _ComputeStep:
-    number: int
-    started_ns: int
-    seconds: float  # seconds of the typical rank
-
-    @property
-    def ended_ns(self) -> int:
-        return self.started_ns + int(np.nan_to_num(self.seconds) * 1e9)
-
-
 class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
     """Finding kind `straggler`.
 
@@ -153,7 +133,6 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         RiseReports.__init__(self)
         self.settings = settings
         topology = generation.topology
-        self._stages = topology.pp
         self._has_peers = topology.world_size > 1
         self._units = SlowUnits(generation)
         self._loads = ComputeLoads(topology)
@@ -187,22 +166,16 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             slowdown_of_node=settings.creep_slowdown_of_node,
             most_of_node=MOST,
         )
-        # Levels relative to the stage's other ranks, for slowness from the first step on.
-        self._against_peers: deque[Floats] = deque(maxlen=KEPT)
-        self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
-        # With those of the host.
-        self._own_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS * long)
-        self._optimizer_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
-        self._steps: deque[_ComputeStep] = deque(maxlen=KEPT)
-        self._chronic: dict[int, Finding] = {}
+        self._since_first = SlowSinceFirst(generation, settings)
+        self._recent = RecentSteps(longest_block=long)
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
         for timing in self.after_warmup(observation.timings):
             self._measure(timing)
             new = self._new_rises(observation)
-            new += self._chronic_changes(observation)
-            new += self.follow(timing.step, self._steps[-1].ended_ns, observation)
+            new += self._changes_since_first(observation)
+            new += self.follow(timing.step, self._recent.newest.ended_ns, observation)
             findings += [*self._with_shared(new, observation), *self._replaced(observation)]
         return findings
 
@@ -213,28 +186,12 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         self._stalls.push(load.total - typical)
         if self._host.pushed or load.host_seconds.any():
             self._host.push(load.with_host())
-        self._against_peers.append(self._relative_to_peers(typical))
-        self._self_seconds.append(load.self_seconds)
-        own_seconds = load.self_seconds + load.host_seconds
-        self._own_seconds.append(own_seconds)
+        self._since_first.add(typical)
         for blocks in self._blocks:
-            blocks.add(own_seconds, load.self_seconds * np.exp(-load.total))
-        ranks = timing.ranks
-        optimizer_seconds = np.full(own_seconds.size, np.nan)
-        optimizer_seconds[ranks.rank] = ranks.optimizer_seconds
-        self._optimizer_seconds.append(optimizer_seconds)
-        started_ns = int(ranks.start_ns.min()) if ranks.rank.size else 0
-        seconds = float(np.median(ranks.step_seconds)) if ranks.rank.size else math.nan
-        self._steps.append(_ComputeStep(timing.step, started_ns, seconds))
-
-    def _relative_to_peers(self, levels: Floats) -> Floats:
-        """Return each rank's level minus the median of the other ranks of its stage."""
-        relative = np.full((self._stages, levels.size // self._stages), np.nan)
-        for stage, own in enumerate(levels.reshape(self._stages, -1)):
-            known = np.flatnonzero(~np.isnan(own))
-            if known.size > 1:
-                relative[stage, known] = own[known] - medians_of_others(own[known])
-        return relative.ravel()
+            blocks.add(
+                load.self_seconds + load.host_seconds, load.self_seconds * np.exp(-load.total)
+            )
+        self._recent.add(timing, load)
 
     # New stragglers
 
@@ -251,7 +208,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             if blocks.is_at_end:
                 for active in self._risen("recurs", blocks.levels, blocks.steps):
                     new[active.unit.fingerprint] = active
-        now_ns = self._steps[-1].ended_ns
+        now_ns = self._recent.newest.ended_ns
         return [
             self.report(active, observation)
             for active in new.values()
@@ -268,7 +225,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             return False
         share = cpu_wait_share(observation, self.generation)
         seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
-        own_share = self._own_share(reported, slowdown)
+        own_share = self._recent.own_share(reported, slowdown)
         if slowdown < largest_accident(share, seconds, own_share):
             return False
         usual = usual_wait_share(observation, self.generation, reported.onset_ns) or 0.0
@@ -281,7 +238,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
 
         What is more than that shows in the sums over blocks too.
         """
-        lasted = self._steps[-1].number - onset(reported)
+        lasted = self._recent.newest.number - onset(reported)
         return any(
             known.is_reported and known.way == "recurs" and lasted < NEWEST_APART[0] * known.each
             for known in self.reported.values()
@@ -343,8 +300,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             crept = steps_since_onset(self._levels, ranks[0], size)
             if crept is None:
                 continue
-            steps = min(crept, len(self._steps))
-            seconds_ns = self._steps[-1].ended_ns - self._steps[-steps].started_ns
+            steps = min(crept, len(self._recent.steps))
+            seconds_ns = self._recent.newest.ended_ns - self._recent.steps[-steps].started_ns
             if seconds_ns < _LEAST_CREEP_NS and steps < KEPT:
                 continue
             rise = self._levels.assume_since_first(unit.ranks, size, ranks[0])
@@ -357,7 +314,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
     def _activate(
         self, unit: SlowUnit, way: Way, levels: PeerLevels, rise: Rise, steps: int, each: int = 1
     ) -> ReportedStraggler:
-        onset = self._steps[-min(steps, len(self._steps))]
+        onset = self._recent.steps[-min(steps, len(self._recent.steps))]
         finding = self._blank(unit, onset.number)
         active = ReportedStraggler(levels, rise, onset.started_ns, finding, unit, way, each)
         self.reported[unit.fingerprint] = active
@@ -365,120 +322,49 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
 
     # Slow from the first step on
 
-    def _chronic_changes(self, observation: Observation) -> list[Finding]:
+    def _changes_since_first(self, observation: Observation) -> list[Finding]:
         """Return findings on ranks that were slower than their peers from the first step on."""
-        settings, steps = self.settings, len(self._against_peers)
-        is_due = steps == settings.chronic_fault_steps or (
-            steps > settings.chronic_fault_steps
-            and not self._levels.pushed % STEPS_BETWEEN_CHRONIC_CHECKS
-        )
-        measured_ns = self._steps[-1].ended_ns - self._steps[0].started_ns
-        if not is_due or measured_ns < LEAST_SECONDS * 1e9:
+        first, span_ns = self._since_first, self._recent.span_ns
+        if not first.is_due(self._levels.pushed) or span_ns < LEAST_SECONDS * 1e9:
             return []
-        is_early = steps < settings.chronic_steps
-        least = settings.chronic_fault_slowdown if is_early else settings.chronic_slowdown
-        rows = self._levels.unexplained_rows(self._against_peers)
-        # Exceeded in three of four steps, so that noise around the threshold causes no finding.
-        level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
-        typical = column_medians(rows)
-        findings = self._chronic_recoveries(rows, observation)
-        share = cpu_wait_share(observation, self.generation)
-        recent = np.array(self._own_seconds)[-FOLLOWED_STEPS:]
-        own_seconds = float(np.median(np.nan_to_num(column_medians(recent))))
-        own_share = own_seconds / max(self._recent_step_seconds(), 1e-9)
-        accident = math.log(largest_accident(share, measured_ns / 1e9, own_share))
-        is_clear = level >= max(self._levels.needed * _error_of_median(rows), accident)
-        for rank in np.flatnonzero(is_clear & (level >= math.log(least))).tolist():
-            is_known = rank in self._chronic or self._levels.explained[rank]
-            if not is_known and not self._is_like_others(rank, typical):
-                self._chronic[rank] = self._report_chronic(rank, float(typical[rank]), observation)
-                findings.append(self._chronic[rank])
-        return findings
-
-    def _is_like_others(self, rank: int, typical: Floats) -> bool:
-        """Return whether the other ranks of its stage differ among each other about as much.
-
-        They do if sequences of different lengths make some of them slow for a number of steps.
-        """
-        size = typical.size // self._stages
-        first = rank // size * size
-        others = np.delete(typical[first : first + size], rank - first)
-        others = others[~np.isnan(others)]
-        if others.size < 2:
-            return False
-        between = MAD_TO_SIGMA * float(np.median(np.abs(others - np.median(others))))
-        return bool(typical[rank] < CHANCE_SIGMAS * between)
-
-    def _chronic_recoveries(self, rows: Floats, observation: Observation) -> list[Finding]:
-        """Clear the advice on ranks that have been as fast as their peers for long enough."""
-        settings = self.settings
-        recent = column_medians(rows[-settings.chronic_steps :])
-        over = [
-            rank
-            for rank, finding in self._chronic.items()
-            if finding.persistence == "chronic"
-            and recent[rank] < math.log(settings.chronic_slowdown) / 2.0
-        ]
-        return [
+        findings = [
             cleared(
-                self._chronic.pop(rank),
+                first.known.pop(rank),
                 self._recovery_text(self._units.name(rank, {rank})),
                 observation.now_ns,
-                self._steps[-1].number,
+                self._recent.newest.number,
             )
-            for rank in over
+            for rank in first.recovered(self._levels)
         ]
+        share = cpu_wait_share(observation, self.generation)
+        own_share = self._recent.typical_own_seconds() / max(self._recent.step_seconds(), 1e-9)
+        accident = math.log(largest_accident(share, span_ns / 1e9, own_share))
+        for rank, size in first.found(self._levels, accident):
+            first.known[rank] = self._report_since_first(rank, size, observation)
+            findings.append(first.known[rank])
+        return findings
 
-    def _report_chronic(self, rank: int, size: float, observation: Observation) -> Finding:
-        unit = self._units.name(rank, {rank})
-        peers = self._against_peers[0].size // self._stages - 1
-        is_outlier = peers >= self.settings.chronic_fault_peers
+    def _report_since_first(self, rank: int, size: float, observation: Observation) -> Finding:
+        unit, first = self._units.name(rank, {rank}), self._since_first
         if size >= math.log(self.settings.chronic_fault_slowdown) and (
-            is_outlier or self._is_explained(unit, size, observation)
+            first.is_outlier or self._is_explained(unit, size, observation)
         ):
             steps = self._levels.pushed
             rise = self._levels.assume(unit.ranks, steps, size)
             active = self._activate(unit, "steady", self._levels, rise, steps)
             return self.report(active, observation)
-        slowdown = math.exp(size)
-        whom, why = "peers", "it has more work or a weaker device"
-        if not is_outlier:
-            whom = "only peer"
-            why = (
-                "two ranks have no majority, so it has more work or a weaker device, or the other "
-                "has less work or a better one"
-            )
-        return msgspec.structs.replace(
+        return first.advice(
             self._blank(unit, None),
-            fingerprint=f"straggler:chronic:{rank}",
-            cause="chronic imbalance",
-            persistence="chronic",
-            severity="info",
-            slowdown=slowdown,
-            step=self._steps[-1].number,
-            detected_ns=observation.now_ns,
-            summary=(
-                f"{unit.subject(self.generation)} has been {slowdown:.2f}x slower than its {whom} "
-                f"since the first step: {why}."
-            ),
-            advice=(
-                f"Give rank {rank} less work, or another device at the next start. "
-                "A restart alone changes nothing."
-            ),
-            evidence=[
-                Evidence(
-                    f"compute time {slowdown:.2f}x that of the other ranks of its stage in most of "
-                    f"{len(self._against_peers)} steps",
-                    "self_seconds_ratio",
-                    slowdown,
-                    1.0,
-                )
-            ],
+            rank,
+            unit.subject(self.generation),
+            math.exp(size),
+            self._recent.newest.number,
+            observation.now_ns,
         )
 
     def _is_explained(self, unit: SlowUnit, size: float, observation: Observation) -> bool:
         """Return whether measurements of the node show that this rank is the outlier of two."""
-        first = self._steps[0]
+        first = self._recent.steps[0]
         diagnosis = diagnose(
             unit.rank,
             first.started_ns,
@@ -534,7 +420,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 known.finding,
                 text.format(known.unit.subject(self.generation)),
                 observation.now_ns,
-                self._steps[-1].number,
+                self._recent.newest.number,
             )
             for known in replaced
         ]
@@ -614,7 +500,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 f"{cost_text(cost_ratio, speedup)}."
             ),
             detected_ns=observation.now_ns,
-            step=self._steps[-1].number,
+            step=self._recent.newest.number,
             slowdown=own.slowdown,
             cost_ratio=cost_ratio,
             speedup=speedup,
@@ -632,15 +518,15 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
 
     def _measured(self, reported: ReportedStraggler, observation: Observation) -> MeasuredStraggler:
         slowdown = self.slowdown(reported)
-        own_seconds = self._recent_own_seconds(reported)
+        own_seconds = self._recent.own_seconds(reported)
         extra_seconds = own_seconds * (1.0 - 1.0 / slowdown)
         return MeasuredStraggler(
             reported,
             slowdown,
             own_seconds,
             self.diagnose(reported, slowdown, observation),
-            in_optimizer=self._is_slow_in_optimizer(reported, extra_seconds),
-            is_slow_now=self._is_slow_now(reported),
+            in_optimizer=self._recent.is_slow_in_optimizer(reported, extra_seconds),
+            is_slow_now=self._recent.is_slow_now(reported, slowdown),
         )
 
     def _evidence(
@@ -685,7 +571,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         """Return the share of step time that is lost."""
         if (cost := cost_of(speedup)) is not None:
             return cost
-        step_seconds = self._recent_step_seconds(active)
+        step_seconds = self._recent.step_seconds(active)
         return min(max(extra_seconds / step_seconds, 0.0), 1.0) if step_seconds > 0 else 0.0
 
     def diagnose(
@@ -700,60 +586,5 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             self.generation,
             slowdown=slowdown,
             node=unit.node,
-            own_share=self._own_share(reported, slowdown or 1.0),
+            own_share=self._recent.own_share(reported, slowdown or 1.0),
         )
-
-    def _own_share(self, reported: ReportedStraggler, slowdown: float) -> float | None:
-        """Return the own work of its slowest rank at the usual speed, as a share of the step."""
-        own_seconds = self._recent_own_seconds(reported)
-        step_seconds = self._recent_step_seconds(reported)
-        if own_seconds <= 0.0 or not step_seconds > 0.0:
-            return None
-        return min(own_seconds / slowdown / step_seconds, 1.0)
-
-    def _recent_own_seconds(self, reported: ReportedStraggler) -> float:
-        """Return the own work per step of its slowest rank."""
-        ranks = list(reported.unit.ranks)
-        if reported.way == "recurs":
-            recent = np.nan_to_num(self._own_seconds)[-FOLLOWED_STEPS * reported.each :]
-            return float(recent[:, ranks].mean(axis=0).max())
-        seconds = self._own_seconds if reported.way == "host" else self._self_seconds
-        own = column_medians(np.array(seconds)[-FOLLOWED_STEPS:, ranks])
-        return float(np.nan_to_num(own).max())
-
-    def _is_slow_in_optimizer(self, active: ReportedStraggler, extra_seconds: float) -> bool:
-        """Return whether most of the additional time is that of its optimizer."""
-        if active.way not in ("steady", "host"):
-            return False
-        seconds = column_medians(np.array(self._optimizer_seconds))
-        slow = np.isin(np.arange(seconds.size), active.unit.ranks)
-        known = ~np.isnan(seconds)
-        own, others = seconds[slow & known], seconds[~slow & known]
-        if not own.size or not others.size or extra_seconds <= 0.0:
-            return False
-        return bool(own.max() - np.median(others) > extra_seconds / 2.0)
-
-    def _is_slow_now(self, reported: ReportedStraggler) -> bool:
-        """Return whether its slowest rank is slow in all of the newest steps.
-
-        A slowness that grows from step to step begins like one of some steps only.
-        """
-        recent = np.array(self._own_seconds)[-2 * reported.each :, list(reported.unit.ranks)]
-        usual = self._recent_own_seconds(reported) / self.slowdown(reported)
-        slow = recent.max(axis=1) >= usual * (1.0 + self.slowdown(reported)) / 2.0
-        return bool(slow.mean() >= AGREEING)
-
-    def _recent_step_seconds(self, reported: ReportedStraggler | None = None) -> float:
-        """Return the usual step time; the mean if a rank is slow in some steps only."""
-        seconds = [step.seconds for step in self._steps]
-        if reported is not None and reported.way == "recurs":
-            return float(np.mean(np.nan_to_num(seconds[-FOLLOWED_STEPS * reported.each :])))
-        return float(np.median(seconds[-FOLLOWED_STEPS:]))
-
-
-def _error_of_median(rows: Floats) -> float:
-    """Return the standard error of the median of a column; columns scatter alike."""
-    around = np.abs(rows - column_medians(rows)).ravel()
-    known = around[~np.isnan(around)]
-    scatter = MAD_TO_SIGMA * float(np.median(known)) if known.size else 0.0
-    return scatter * math.sqrt(MEDIAN_VARIANCE / max(len(rows), 1))

@@ -1,0 +1,156 @@
+"""Ranks that were slower than their peers from the first step on.
+
+Such a level never rises. It is a property of the model, and advice, unless it is too high for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.observation import Generation
+from paceline_server.detect.statistics.change_point import (
+    KEPT,
+    MAD_TO_SIGMA,
+    MEDIAN_VARIANCE,
+    column_medians,
+)
+from paceline_server.detect.statistics.peer_levels import PeerLevels
+from paceline_server.detect.straggler.settings import StragglerSettings
+from paceline_server.steps.peers import medians_of_others
+
+Floats = npt.NDArray[np.float64]
+
+_STEPS_BETWEEN_CHECKS = 8
+_CHANCE_SIGMAS = 4.0  # a difference this many times larger than those of the others is its own
+
+
+class SlowSinceFirst:
+    """The levels of all ranks relative to the other ranks of their stage."""
+
+    def __init__(self, generation: Generation, settings: StragglerSettings) -> None:
+        self._settings = settings
+        self._stages = generation.topology.pp
+        self._peers = generation.topology.world_size // self._stages - 1
+        self._relative: deque[Floats] = deque(maxlen=KEPT)
+        self.known: dict[int, Finding] = {}  # by rank, from its report to its recovery
+
+    @property
+    def steps(self) -> int:
+        return len(self._relative)
+
+    @property
+    def is_outlier(self) -> bool:
+        """Whether a slow rank has several peers: a single one may be the outlier itself."""
+        return self._peers >= self._settings.chronic_fault_peers
+
+    def add(self, levels: Floats) -> None:
+        relative = np.full((self._stages, levels.size // self._stages), np.nan)
+        for stage, own in enumerate(levels.reshape(self._stages, -1)):
+            known = np.flatnonzero(~np.isnan(own))
+            if known.size > 1:
+                relative[stage, known] = own[known] - medians_of_others(own[known])
+        self._relative.append(relative.ravel())
+
+    def is_due(self, pushed: int) -> bool:
+        """Return whether enough steps were measured; `pushed`: their number."""
+        least = self._settings.chronic_fault_steps
+        return self.steps == least or (self.steps > least and not pushed % _STEPS_BETWEEN_CHECKS)
+
+    def found(self, levels: PeerLevels, accident: float) -> Iterator[tuple[int, float]]:
+        """Yield new slow ranks, each with its level.
+
+        Args:
+            levels: of the same steps.
+            accident: the highest level that ranks which wait for CPUs by chance would have.
+        """
+        settings = self._settings
+        is_early = self.steps < settings.chronic_steps
+        least = settings.chronic_fault_slowdown if is_early else settings.chronic_slowdown
+        rows = levels.unexplained_rows(self._relative)
+        # Exceeded in three of four steps, so that noise around the threshold causes no finding.
+        level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
+        typical = column_medians(rows)
+        is_clear = level >= max(levels.needed * _error_of_median(rows), accident)
+        for rank in np.flatnonzero(is_clear & (level >= math.log(least))).tolist():
+            is_known = rank in self.known or levels.explained[rank]
+            if not is_known and not self._is_like_others(rank, typical):
+                yield rank, float(typical[rank])
+
+    def recovered(self, levels: PeerLevels) -> list[int]:
+        """Return the ranks with advice that have been as fast as their peers for long enough."""
+        rows = levels.unexplained_rows(self._relative)
+        recent = column_medians(rows[-self._settings.chronic_steps :])
+        return [
+            rank
+            for rank, finding in self.known.items()
+            if finding.persistence == "chronic"
+            and recent[rank] < math.log(self._settings.chronic_slowdown) / 2.0
+        ]
+
+    def advice(
+        self, blank: Finding, rank: int, subject: str, slowdown: float, step: int, now_ns: int
+    ) -> Finding:
+        """Return the advice on a rank; `blank`: a finding of its straggler without a text."""
+        whom, why = "peers", "it has more work or a weaker device"
+        if not self.is_outlier:
+            whom = "only peer"
+            why = (
+                "two ranks have no majority, so it has more work or a weaker device, or the other "
+                "has less work or a better one"
+            )
+        return msgspec.structs.replace(
+            blank,
+            fingerprint=f"straggler:chronic:{rank}",
+            cause="chronic imbalance",
+            persistence="chronic",
+            severity="info",
+            slowdown=slowdown,
+            step=step,
+            detected_ns=now_ns,
+            summary=(
+                f"{subject} has been {slowdown:.2f}x slower than its {whom} since the first step: "
+                f"{why}."
+            ),
+            advice=(
+                f"Give rank {rank} less work, or another device at the next start. "
+                "A restart alone changes nothing."
+            ),
+            evidence=[
+                Evidence(
+                    f"compute time {slowdown:.2f}x that of the other ranks of its stage in most of "
+                    f"{self.steps} steps",
+                    "self_seconds_ratio",
+                    slowdown,
+                    1.0,
+                )
+            ],
+        )
+
+    def _is_like_others(self, rank: int, typical: Floats) -> bool:
+        """Return whether the other ranks of its stage differ among each other about as much.
+
+        They do if sequences of different lengths make some of them slow for a number of steps.
+        """
+        size = typical.size // self._stages
+        first = rank // size * size
+        others = np.delete(typical[first : first + size], rank - first)
+        others = others[~np.isnan(others)]
+        if others.size < 2:
+            return False
+        between = MAD_TO_SIGMA * float(np.median(np.abs(others - np.median(others))))
+        return bool(typical[rank] < _CHANCE_SIGMAS * between)
+
+
+def _error_of_median(rows: Floats) -> float:
+    """Return the standard error of the median of a column; columns scatter alike."""
+    around = np.abs(rows - column_medians(rows)).ravel()
+    known = around[~np.isnan(around)]
+    scatter = MAD_TO_SIGMA * float(np.median(known)) if known.size else 0.0
+    return scatter * math.sqrt(MEDIAN_VARIANCE / max(len(rows), 1))
