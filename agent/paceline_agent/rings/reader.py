@@ -21,34 +21,26 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from paceline_agent.clock import stepped_ns, timeline_ns
+from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.cached_files import entries, inode_of
 from paceline_agent.collect.contract import Inventory, LocalRank
-from paceline_agent.collect.exit_status import ExitStatus
-from paceline_agent.collect.processes import (
-    ProcessKey,
-    is_running,
-    process_status,
-    process_that_maps,
-    process_users,
-    starter_of_session,
-)
+from paceline_agent.collect.processes import process_status, process_that_maps, process_users
 from paceline_agent.collect.visible_gpus import visible_gpu
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import admission
 from paceline_agent.rings.admission import RecordBudget, RingFiles, check_claim, in_turns
 from paceline_agent.rings.clock_offset import ClockOffset
+from paceline_agent.rings.rank_end import RankEnd
 from paceline_wire import ring
 from paceline_wire.batch import (
     Event,
     RankAcknowledged,
     RankAttached,
     RankDefined,
-    RankExited,
     RankState,
     SpanBlock,
 )
-from paceline_wire.ending import Ending, ending_path, read_ending, reported_ns
+from paceline_wire.ending import ending_path
 from paceline_wire.metadata import KUBERNETES_JOB, SLURM_JOB
 from paceline_wire.ring import (
     Acknowledgement,
@@ -63,8 +55,6 @@ from paceline_wire.spans import to_columns
 log = logging.getLogger(__name__)
 
 STATE_SECONDS = 0.5
-STATUS_SECONDS = 1.0  # torchrun finds the end of a rank ten times a second
-UNREAPED_SECONDS = 10.0  # until a torchrun that has not found it has other ends to wait for
 RECORDS_PER_BLOCK = 1 << 14
 # until a rejected claim is checked again: it is valid once another job has ended
 REFUSED_CLAIM_SECONDS = 10.0
@@ -87,13 +77,10 @@ class _AttachedRing:
     reader: RingReader
     key: RankKey
     pid: int  # in the node's PID namespace, not the container's
-    exit_status: ExitStatus
-    torchrun: ProcessKey | None = None  # that started it; None: not known, or another launcher
+    end: RankEnd
     reported_lost: int = 0
     acknowledged: Acknowledgement | None = None
     seen_alive: bool = False
-    gone_since: float | None = None  # monotonic seconds
-    gone_ns: int | None = None  # the same on the timeline of the events
     progressed_at: float = field(default_factory=time.monotonic)  # when it last wrote a span
 
     @property
@@ -104,6 +91,18 @@ class _AttachedRing:
     def owner(self) -> int:
         """The uid of the file's owner."""
         return self.reader.status.st_uid
+
+    @property
+    def status(self) -> int | None:
+        """The status on the state page; None if the file was truncated."""
+        try:
+            return self.reader.state[ring.STATE_STATUS]
+        except RingError:
+            return None
+
+    @property
+    def has_finished(self) -> bool:
+        return self.status == ring.Status.FINISHED
 
 
 @dataclass(slots=True)
@@ -392,16 +391,8 @@ class Rings:
                 self._drop(other, delete=False)
         self._refused.pop(path, None)
         is_alive = process_status(self._procfs_root, pid) is not None
-        self._attached[path] = _AttachedRing(
-            reader,
-            key,
-            pid,
-            ExitStatus(self._procfs_root, found),
-            torchrun=(
-                starter_of_session(self._procfs_root, pid) if _is_of_torchrun(identity) else None
-            ),
-            seen_alive=is_alive,
-        )
+        end = RankEnd(self._procfs_root, reader, found)
+        self._attached[path] = _AttachedRing(reader, key, pid, end, seen_alive=is_alive)
         log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
         attached = self._with_gpu(identity, pid)
         self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=attached)])
@@ -448,7 +439,7 @@ class Rings:
         elif process_status(self._procfs_root, attached.pid) is not None:
             attached.seen_alive = True
             self._read(attached, state_is_due)
-        elif self._was_seen(attached) and not self._awaits_ending(attached):
+        elif self._was_seen(attached) and not attached.end.is_awaited(attached.has_finished):
             self._finish_external(attached)
 
     def _was_seen(self, attached: _AttachedRing) -> bool:
@@ -460,50 +451,13 @@ class Rings:
 
         It was short-lived, or its pid is not visible here.
         """
-        return _status_of(attached) in (ring.Status.FINISHED, ring.Status.FAILED)
-
-    def _awaits_ending(self, attached: _AttachedRing) -> bool:
-        """Return whether torchrun may still report how this rank ended."""
-        if not _is_of_torchrun(attached.reader.identity):
-            return False
-        ending = read_ending(attached.reader.path, attached.owner)
-        if _status_of(attached) == ring.Status.FINISHED or (ending and ending.has_status):
-            return False
-        now = time.monotonic()
-        if attached.gone_since is None:
-            attached.gone_since, attached.gone_ns = now, timeline_ns()
-        is_late = attached.exit_status.is_unreaped and attached.exit_status.read() is None
-        return now < attached.gone_since + (UNREAPED_SECONDS if is_late else STATUS_SECONDS)
+        return attached.status in (ring.Status.FINISHED, ring.Status.FAILED)
 
     def _finish_external(self, attached: _AttachedRing) -> None:
-        """Report the end of an external rank: its status is unknown unless the kernel, the rank or
-        its launcher reports it."""
-        if not self._read(attached, with_state=True):
-            return
-        ending = read_ending(attached.reader.path, attached.owner) or Ending()
-        if (code := attached.exit_status.read()) is not None:
-            exit_code, signal = (code, None) if code >= 0 else (None, -code)
-            ending = replace(ending, exit_code=exit_code, signal=signal)
-        finished = _status_of(attached) == ring.Status.FINISHED and not ending.has_status
-        ended_ns = attached.gone_ns or timeline_ns()
-        error_ns = reported_ns(attached.reader.path) if ending.error else None
-        error_ns = ended_ns if error_ns is None else error_ns - stepped_ns()
-        exited = RankExited(
-            time_ns=ended_ns,
-            since_error_ns=max(ended_ns - error_ns, 0),
-            pid=attached.reader.identity.pid,
-            exit_code=0 if finished else ending.exit_code,
-            signal=ending.signal,
-            launcher_signal=ending.launcher_signal,
-            launcher_gone=(
-                attached.torchrun is not None
-                and not is_running(self._procfs_root, attached.torchrun)
-            ),
-            log_tail=ending.error,
-            **attached.key._asdict(),
-        )
-        self._outbox.put_events([exited])
-        self._drop(attached, delete=True)
+        """Report the end of an external rank."""
+        if self._read(attached, with_state=True):
+            self._outbox.put_events([attached.end.event(attached.has_finished)])
+            self._drop(attached, delete=True)
 
     def _read(self, attached: _AttachedRing, with_state: bool) -> bool:
         """Read a ring.
@@ -595,7 +549,7 @@ class Rings:
     def _drop(self, attached: _AttachedRing, *, delete: bool) -> None:
         self._attached.pop(attached.reader.path, None)
         attached.reader.close()
-        attached.exit_status.close()
+        attached.end.close()
         # The file may have been replaced by another ring.
         if delete and inode_of(attached.reader.path) == attached.inode:
             try:
@@ -627,18 +581,6 @@ def ranks_in(directory: Path, procfs_root: Path) -> list[LocalRank]:
         if process_status(procfs_root, pid) is not None:
             ranks.append(_local_rank(identity, pid))
     return sorted(ranks, key=lambda rank: (rank.job, rank.rank))
-
-
-def _status_of(attached: _AttachedRing) -> int | None:
-    """Return the status on the state page; None if the file was truncated."""
-    try:
-        return attached.reader.state[ring.STATE_STATUS]
-    except RingError:
-        return None
-
-
-def _is_of_torchrun(identity: Identity) -> bool:
-    return identity.metadata.get("launcher") == "torchrun"
 
 
 def _local_rank(identity: Identity, pid: int) -> LocalRank:

@@ -16,7 +16,7 @@ from paceline_agent.collect import visible_gpus
 from paceline_agent.collect.contract import Inventory
 from paceline_agent.collect.processes import process_status
 from paceline_agent.forward.outbox import Outbox
-from paceline_agent.rings import reader
+from paceline_agent.rings import rank_end
 from paceline_agent.rings.reader import RankKey, Rings
 from paceline_wire import ring
 from paceline_wire.batch import (
@@ -269,11 +269,16 @@ def test_the_end_of_an_external_rank_is_reported(bench: Bench) -> None:
     assert indices(blocks) == [0, 1, 2]
 
 
+MAPS_ITS_RING = (
+    "import mmap, os, sys; file = open(input(), 'r+b'); ring = mmap.mmap(file.fileno(), 0);"
+    "print(flush=True); input()"
+)
+
+
 def rank_process(bench: Bench, end: str, launcher: str = "") -> subprocess.Popen[bytes]:
     """Return a process that maps its ring and runs `end` after a line of input."""
-    script = "import mmap, os, sys; file = open(input(), 'r+b'); ring = mmap.mmap(file.fileno(), 0)"
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{script}; print(flush=True); input(); {end}"],
+        [sys.executable, "-c", f"{MAPS_ITS_RING}; {end}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -350,19 +355,24 @@ def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) 
 def test_a_rank_whose_torchrun_has_ended_too_is_reported_as_such(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, kills_torchrun: bool
 ) -> None:
-    monkeypatch.setattr(reader, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(rank_end, "STATUS_SECONDS", 0.0)
     starts_a_rank = (
         "import subprocess, sys, time;"
-        "rank = subprocess.Popen([sys.executable, '-c', 'input()'], start_new_session=True);"
+        "rank = subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True);"
         "print(rank.pid, flush=True); rank.wait(); time.sleep(60)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", starts_a_rank], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", starts_a_rank, MAPS_ITS_RING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as torchrun:
         assert torchrun.stdin is not None
         assert torchrun.stdout is not None
         rank = int(torchrun.stdout.readline())
         writer = Writer(bench.directory, pid=rank, metadata={"launcher": "torchrun"})
+        torchrun.stdin.write(f"{writer.path}\n".encode())
+        torchrun.stdin.flush()
+        torchrun.stdout.readline()
         bench.poll()
         if kills_torchrun:
             torchrun.kill()
@@ -379,7 +389,7 @@ def test_a_rank_whose_torchrun_has_ended_too_is_reported_as_such(
 def test_a_launcher_that_reports_nothing_is_not_waited_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(rank_end, "STATUS_SECONDS", 0.0)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     Writer(bench.directory, pid=process.pid, metadata={"launcher": "torchrun"})
     bench.poll()
@@ -393,7 +403,7 @@ def test_a_launcher_that_reports_nothing_is_not_waited_for(
 def test_a_torchrun_that_has_not_found_the_end_of_a_rank_is_waited_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(rank_end, "STATUS_SECONDS", 0.0)
     with rank_process(bench, "", "torchrun") as process:
         end_unreaped(process)
         assert not bench.poll()[0], "exit code 0 may also mean that the kernel does not show it"

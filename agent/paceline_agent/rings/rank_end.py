@@ -1,0 +1,86 @@
+"""The end of a rank that the agent did not start: when it is known, and how the rank ended.
+
+The status is the kernel's where it tells the agent (`collect.exit_status`). Otherwise it is that of
+the rank's own report or of torchrun's, or unknown.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from paceline_agent.clock import stepped_ns, timeline_ns
+from paceline_agent.collect.exit_status import ExitStatus
+from paceline_agent.collect.processes import is_running, starter_of_session
+from paceline_wire.batch import RankExited
+from paceline_wire.ending import Ending, read_ending, reported_ns
+from paceline_wire.ring import RingReader
+
+STATUS_SECONDS = 1.0  # torchrun finds the end of a rank ten times a second
+UNREAPED_SECONDS = 10.0  # until a torchrun that has not found it has other ends to wait for
+
+
+class RankEnd:
+    """The end of the process that writes one ring."""
+
+    def __init__(self, procfs_root: Path, reader: RingReader, pid: int | None) -> None:
+        """`pid`: on the node; None if the process is not visible."""
+        self._procfs_root = procfs_root
+        self._reader = reader
+        self._status = ExitStatus(procfs_root, pid)
+        self._is_of_torchrun = reader.identity.metadata.get("launcher") == "torchrun"
+        self._torchrun = None
+        if self._is_of_torchrun and pid is not None:
+            self._torchrun = starter_of_session(procfs_root, pid)
+        self._gone_since: float | None = None  # monotonic seconds
+        self._gone_ns: int | None = None  # the same on the timeline of the events
+
+    def is_awaited(self, has_finished: bool) -> bool:
+        """Return whether torchrun may still report how the rank ended, whose process is gone.
+
+        `has_finished`: the rank itself reports that it has finished.
+        """
+        if not self._is_of_torchrun:
+            return False
+        ending = self._reported()
+        if has_finished or (ending and ending.has_status):
+            return False
+        now = time.monotonic()
+        if self._gone_since is None:
+            self._gone_since, self._gone_ns = now, timeline_ns()
+        is_late = self._status.is_unreaped and self._status.read() is None
+        return now < self._gone_since + (UNREAPED_SECONDS if is_late else STATUS_SECONDS)
+
+    def event(self, has_finished: bool) -> RankExited:
+        """Return the report of the end."""
+        identity, path = self._reader.identity, self._reader.path
+        ending = self._reported() or Ending()
+        if (code := self._status.read()) is not None:
+            exit_code, signal = (code, None) if code >= 0 else (None, -code)
+            ending = replace(ending, exit_code=exit_code, signal=signal)
+        ended_ns = self._gone_ns or timeline_ns()
+        error_ns = reported_ns(path) if ending.error else None
+        error_ns = ended_ns if error_ns is None else error_ns - stepped_ns()
+        has_finished = has_finished and not ending.has_status
+        torchrun = self._torchrun
+        return RankExited(
+            time_ns=ended_ns,
+            job=identity.job,
+            generation=identity.generation,
+            rank=identity.rank,
+            since_error_ns=max(ended_ns - error_ns, 0),
+            pid=identity.pid,
+            exit_code=0 if has_finished else ending.exit_code,
+            signal=ending.signal,
+            launcher_signal=ending.launcher_signal,
+            launcher_gone=torchrun is not None and not is_running(self._procfs_root, torchrun),
+            log_tail=ending.error,
+        )
+
+    def _reported(self) -> Ending | None:
+        return read_ending(self._reader.path, self._reader.status.st_uid)
+
+    def close(self) -> None:
+        self._status.close()
