@@ -120,14 +120,18 @@ def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:
             yield int(name)
 
 
-def starter_of_session(procfs_root: Path, pid: int) -> ProcessKey | None:
-    """Return the process that started the session of this one; None if it is not known.
-
-    torchrun starts each rank in a session of its own, also a rank that a shell script starts.
-    """
+def session_of(procfs_root: Path, pid: int) -> int | None:
+    """Return the process that leads the session of this one; None if it is not known."""
     try:
-        leader = int(_fields(procfs_root, pid)[3])
-        parent = int(_fields(procfs_root, leader)[1])
+        return int(_fields(procfs_root, pid)[3])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def parent_of(procfs_root: Path, pid: int) -> ProcessKey | None:
+    """Return the parent; None if it is not known."""
+    try:
+        parent = int(_fields(procfs_root, pid)[1])
         return ProcessKey(parent, int(_fields(procfs_root, parent)[19]))
     except (OSError, ValueError, IndexError):
         return None

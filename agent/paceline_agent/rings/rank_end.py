@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from paceline_agent.clock import stepped_ns, timeline_ns
 from paceline_agent.collect.exit_status import ExitStatus
-from paceline_agent.collect.processes import is_running, starter_of_session
+from paceline_agent.collect.process_environment import read_environment
+from paceline_agent.collect.processes import ProcessKey, is_running, parent_of, session_of
 from paceline_wire.batch import RankExited
 from paceline_wire.ending import Ending, read_ending, reported_ns
 from paceline_wire.ring import RingReader
@@ -33,7 +34,7 @@ class RankEnd:
         self._is_of_torchrun = reader.identity.metadata.get("launcher") == "torchrun"
         self._torchrun = None
         if self._is_of_torchrun and pid is not None:
-            self._torchrun = starter_of_session(procfs_root, pid)
+            self._torchrun = _torchrun_of(procfs_root, pid)
         self._gone_since: float | None = None  # monotonic seconds
         self._gone_ns: int | None = None  # the same on the timeline of the events
 
@@ -84,3 +85,17 @@ class RankEnd:
 
     def close(self) -> None:
         self._status.close()
+
+
+def _torchrun_of(procfs_root: Path, pid: int) -> ProcessKey | None:
+    """Return the torchrun that started a rank; None if it is not known.
+
+    It starts a session for each rank. A script between them leads that session, and has the rank's
+    environment; otherwise the session is that of torchrun itself or of a terminal.
+    """
+    leader = session_of(procfs_root, pid)
+    if leader is None:
+        return None
+    if leader != pid and not read_environment(procfs_root, leader, ("RANK",)):
+        return None
+    return parent_of(procfs_root, leader)

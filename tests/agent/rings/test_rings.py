@@ -351,14 +351,25 @@ def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) 
     assert list(bench.directory.iterdir()) == []
 
 
-@pytest.mark.parametrize("kills_torchrun", [False, True])
+@pytest.mark.parametrize(
+    ("of_the_rank", "kills_torchrun", "is_gone"),
+    [
+        pytest.param("start_new_session=True", False, False, id="torchrun runs"),
+        pytest.param("start_new_session=True", True, True, id="torchrun has ended"),
+        pytest.param("", True, False, id="not known without a session of the rank"),
+    ],
+)
 def test_a_rank_whose_torchrun_has_ended_too_is_reported_as_such(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, kills_torchrun: bool
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    of_the_rank: str,
+    kills_torchrun: bool,
+    is_gone: bool,
 ) -> None:
     monkeypatch.setattr(rank_end, "STATUS_SECONDS", 0.0)
     starts_a_rank = (
         "import subprocess, sys, time;"
-        "rank = subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True);"
+        f"rank = subprocess.Popen([sys.executable, '-c', sys.argv[1]], {of_the_rank});"
         "print(rank.pid, flush=True); rank.wait(); time.sleep(60)"
     )
     with subprocess.Popen(
@@ -382,7 +393,7 @@ def test_a_rank_whose_torchrun_has_ended_too_is_reported_as_such(
         exited = bench.poll()[0][-1]
         torchrun.kill()
     assert isinstance(exited, RankExited)
-    assert exited.launcher_gone is kills_torchrun
+    assert exited.launcher_gone is is_gone
     assert not writer.path.exists()
 
 
