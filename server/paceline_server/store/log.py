@@ -130,8 +130,8 @@ def position_at(session: Session, received_ns: int) -> int:
 
 def received_until(session: Session, position: int) -> int:
     """Return when the newest entry up to a position was received, 0 if there is none."""
-    query = select(func.max(HotLogRow.received_ns)).where(HotLogRow.id <= position)
-    return session.scalar(query) or 0
+    query = select(HotLogRow.received_ns).where(HotLogRow.id <= position)
+    return session.scalar(query.order_by(HotLogRow.id.desc()).limit(1)) or 0
 
 
 def _least_cursor(session: Session) -> int | None:
