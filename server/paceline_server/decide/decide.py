@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import request_dumps, request_stacks
-from paceline_server.decide.incidents import group, resolve, resolve_information
+from paceline_server.decide.incidents import group, is_fatal, resolve, resolve_information
 from paceline_server.decide.progress import progress_of
 from paceline_server.decide.propose import NEVER_ACTS, propose
 from paceline_server.decide.restart.advance import advance_restart
@@ -153,11 +153,12 @@ def _end_if_dead(draft: Draft) -> None:
     incidents = draft.incidents()
     critical = [incident for incident in incidents if incident.finding.severity == "critical"]
     rejected = bool(critical) and all(incident.action_ids for incident in critical)
-    was_requested = {incident.finding.cause for incident in critical} == {STOPPED_ON_REQUEST}
+    fatal = [incident.finding for incident in incidents if is_fatal(incident.finding)]
+    was_requested = {finding.cause for finding in fatal} == {STOPPED_ON_REQUEST}
     if draft.policy.mode in NEVER_ACTS and was_requested:
         for incident in incidents:
             resolve(draft, incident, "The job was stopped.")
-        draft.change_state("stopped", critical[0].finding.summary)
+        draft.change_state("stopped", fatal[0].summary)
     elif draft.policy.mode in NEVER_ACTS or rejected:
         resolve_information(draft)
         draft.change_state("failed", "All ranks have exited and will not be restarted.")

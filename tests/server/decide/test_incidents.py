@@ -86,9 +86,14 @@ def test_a_rank_that_ended_early_does_not_put_its_node_aside(world: World) -> No
     assert [restart.node for restart in world.restarts] == [None, None, None]
 
 
-def test_a_watched_job_whose_agents_are_shut_down_was_stopped(world: World) -> None:
+@pytest.mark.parametrize("has_straggler", [False, True])
+def test_a_watched_job_whose_agents_are_shut_down_was_stopped(
+    world: World, has_straggler: bool
+) -> None:
     world.policy = Policy(mode="observe")
     world.detects = False
+    if has_straggler:
+        world.tick((world.finding(severity="critical"),))
     for rank in range(8):
         world.crash(rank)
     world.run(1.0, (world._fatal("failure", "stopped on request", None, "node-0"),))
