@@ -98,6 +98,7 @@ STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.RANK_NUMA_MISBOUND: _RANK,
     metric_names.RANK_MEMORY_MISBOUND: _RANK,
     metric_names.RANK_NIC_MISPLACED: _RANK,
+    metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL: _RANK,
     metric_names.RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL: _RANK,
     metric_names.RANK_READ_BYTES_TOTAL: _RANK,
     metric_names.RANK_PROCESS_WRITTEN_BYTES_TOTAL: _RANK,

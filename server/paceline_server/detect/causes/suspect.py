@@ -124,12 +124,11 @@ class Suspect:
 
     def peers(self, scope: Scope, metric: str, device: MeasuredDevice) -> list[MetricSeries]:
         """Return the same metric of at most `MAX_PEERS` comparable devices."""
-        found = (self.series(metric, peer) for peer in self._peer_devices(scope, metric, device))
+        found = (self.series(metric, peer) for peer in self.peer_devices(scope, device))
         return [series for series in found if series is not None]
 
-    def _peer_devices(
-        self, scope: Scope, metric: str, device: MeasuredDevice
-    ) -> Iterator[MeasuredDevice]:
+    def peer_devices(self, scope: Scope, device: MeasuredDevice) -> Iterator[MeasuredDevice]:
+        """Yield at most `MAX_PEERS` comparable devices."""
         if scope in (Scope.GPU, Scope.RANK):
             yield from self._peer_ranks(scope, device)
             return

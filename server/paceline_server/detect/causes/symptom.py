@@ -17,6 +17,7 @@ from paceline_server.detect.causes.timeline import MAD_TO_SIGMA, MetricTimeline,
 from paceline_server.detect.finding import Evidence
 from paceline_server.detect.telemetry import MetricSeries
 from paceline_server.percent import percent
+from paceline_wire import metric_names
 
 _NS = 1e9
 # A value this close to its past is no evidence, whatever the peers show.
@@ -77,6 +78,8 @@ class Symptom:
         saturates_at: Value at which the counter stops counting.
         is_lost_time: The metric is the share of time that the suspect itself lost. How much it
             scattered before does not matter, because the loss explains the slowdown or does not.
+        per_cpu_second: Without the cause, the metric is proportional to the CPU time of the rank:
+            one that computes more also waits more often for the CPUs of a busy node.
     """
 
     cause: str
@@ -94,6 +97,7 @@ class Symptom:
     labels: tuple[tuple[str, str], ...] = ()
     saturates_at: float | None = None
     is_lost_time: bool = False
+    per_cpu_second: bool = False
 
     def format(self, value: float) -> str:
         if self.unit == "%":
@@ -174,6 +178,7 @@ class _Measured:
     expected: float  # past or peers, whichever is closer to `now`
     score: float
     change: tuple[float, float] | None  # ns
+    in_proportion: bool = False  # to the CPU time of the rank
 
 
 def weigh_series(
@@ -197,6 +202,8 @@ def weigh_series(
     if measured is None:
         return None
     weight, remarks = _weigh(suspect, symptom, measured)
+    if measured.in_proportion and weight <= 0:
+        remarks += ", in proportion to its CPU time"
     text = _text(suspect, symptom, device, measured, weight) + remarks
     evidence = Evidence(text, symptom.metric, measured.now, measured.expected)
     return WeighedEvidence(symptom.cause, weight, (evidence,))
@@ -218,6 +225,8 @@ def _values(
     # assume that peers scatter as much as the suspect did before
     unsteady = scatter / past if past else 0.0
     references = [(past, scatter), (peers, max(_scatter(others), unsteady * (peers or 0.0)))]
+    proportional = _in_proportion(suspect, symptom, device, past)
+    references += [(value, 0.0) for value in proportional]
     scored = [
         (_score(symptom, now, expected, 0.0 if symptom.is_lost_time else sigma), expected)
         for expected, sigma in references
@@ -234,7 +243,40 @@ def _values(
     if past is not None and score > 0:
         since_start = timeline.between(suspect.past_ns[0], math.inf)
         change = since_start.change((now + past) / 2, rises=symptom.rises)
-    return _Measured(now, past, peers, expected, score, change)
+    in_proportion = expected in proportional and expected not in (past, peers)
+    return _Measured(now, past, peers, expected, score, change, in_proportion)
+
+
+def _in_proportion(
+    suspect: Suspect, symptom: Symptom, device: MeasuredDevice, past: float | None
+) -> list[float]:
+    """Return the values of the past and of the peers, scaled to the CPU time of the suspect.
+
+    Only upwards: contention leaves it less CPU time.
+    """
+    used = _cpu_time(suspect, device) if symptom.per_cpu_second else None
+    now = used.now(suspect.onset_ns) if used is not None else None
+    if used is None or not now:
+        return []
+    scaled: list[float] = []
+    if past is not None and (before := used.between(*suspect.past_ns).typical()):
+        scaled.append(past * max(now / before, 1.0))
+    others = [
+        value * max(now / own, 1.0)
+        for peer in suspect.peer_devices(symptom.scope, device)
+        if (series := suspect.series(symptom.metric, peer)) is not None
+        and (value := _timeline(symptom, series).now(suspect.onset_ns)) is not None
+        and (peer_used := _cpu_time(suspect, peer)) is not None
+        and (own := peer_used.now(suspect.onset_ns))
+    ]
+    return [*scaled, median(others)] if others else scaled
+
+
+def _cpu_time(suspect: Suspect, rank: MeasuredDevice) -> MetricTimeline | None:
+    labels = {name: value for name, value in rank.labels.items() if name in ("job", "rank")}
+    metric = metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL
+    series = suspect.series(metric, replace(rank, labels=labels))
+    return None if series is None else rates(series)
 
 
 def _peer_values(suspect: Suspect, symptom: Symptom, device: MeasuredDevice) -> list[float]:

@@ -112,6 +112,7 @@ METRICS: tuple[Metric, ...] = (
     counter("node_netstat_Tcp_RetransSegs", "node", 2, 0.5, noise=0.5, begins=1e4),
     counter("paceline_rank_tcp_retransmitted_segments_total", "rank", 10, 0.2, noise=0.2),
     counter("paceline_kernel_log_lost_total", "node", 1),
+    counter("paceline_rank_process_cpu_seconds_total", "rank", 2, 0.6),
 )  # fmt: skip
 
 

@@ -128,6 +128,25 @@ def test_what_the_whole_node_always_showed_explains_no_rank_that_has_neighbors(r
     assert found.cause == cause
 
 
+@pytest.mark.parametrize(("wait", "cause"), [(0.33, UNKNOWN), (0.45, "CPU contention")])
+def test_waits_for_cpus_that_grow_with_the_work_of_a_rank_explain_nothing(wait, cause):
+    """All ranks of a busy node wait 0.4 s for each second that they run, and rank 0 runs longer."""
+    waits = "paceline_rank_process_run_queue_wait_seconds_total"
+    used = "paceline_rank_process_cpu_seconds_total"
+    fleet = Fleet(seed=8, nodes=1, gpus=3)
+    for rank in ("0", "1", "2"):
+        fleet.fault("node-0", waits, rank, lambda _seconds, _healthy: 0.2)
+        fleet.fault("node-0", used, rank, lambda _seconds, _healthy: 0.5)
+    fleet.fault("node-0", waits, "0", lambda after, _healthy: wait if after >= 0 else 0.2)
+    computed = 0.8 if cause == UNKNOWN else 0.5
+    fleet.fault("node-0", used, "0", lambda after, _healthy: computed if after >= 0 else 0.5)
+    fleet.play(90)
+    found = fleet.diagnose(rank=0, slowdown=1.3)
+    assert found.cause == cause
+    text = " ".join(line.text for line in found.counter_evidence)
+    assert ("in proportion to its CPU time" in text) == (cause == UNKNOWN)
+
+
 def test_a_rank_without_a_node_or_telemetry_is_unknown():
     fleet = Fleet(seed=9)
     assert fleet.diagnose(rank=99).cause == UNKNOWN

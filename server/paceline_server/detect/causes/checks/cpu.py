@@ -17,6 +17,7 @@ SYMPTOMS = (
         CPU_CONTENTION, metric_names.RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL, Scope.RANK,
         "share of time runnable but without a CPU", "%", "rate",
         0.04, relative_tolerance=0.5, normal=0.0, predicts=stalled, is_lost_time=True,
+        per_cpu_second=True,
     ),
     Symptom(
         CPU_CONTENTION, metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL, Scope.NODE,
@@ -27,7 +28,7 @@ SYMPTOMS = (
         CPU_CONTENTION, metric_names.RANK_PROCESS_CONTEXT_SWITCHES_TOTAL, Scope.RANK,
         "rate of involuntary context switches", "/s", "rate", 40.0,
         relative_tolerance=1.0, normal=40.0,
-        labels=(("kind", "involuntary"),),
+        labels=(("kind", "involuntary"),), per_cpu_second=True,
     ),
 )  # fmt: skip
 
