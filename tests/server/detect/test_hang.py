@@ -95,6 +95,15 @@ def test_a_process_that_is_gone_has_six_seconds_in_which_its_exit_explains_more(
     assert (found.kind, found.rank) == ("hang", 2)
 
 
+def test_a_rank_that_leaves_its_loop_early_ended_even_if_its_process_takes_long_to_exit():
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    stuck.status = "finished"
+    stuck.inside(2, Op.STEP)
+    [found] = stuck.wait(7)
+    assert (found.rank, found.cause) == (2, "ended early")
+
+
 def test_the_rank_that_others_wait_for_is_the_culprit():
     stuck = StuckJob()
     make_all_wait_for(stuck, 2)

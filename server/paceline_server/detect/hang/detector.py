@@ -46,7 +46,13 @@ from paceline_server.detect.hang.rank_cause import (
 from paceline_server.detect.hang.sentences import RESUMED, hang_summary
 from paceline_server.detect.hang.settings import DEFAULTS, HangSettings
 from paceline_server.detect.hang.step_program import RankProgram, program_of
-from paceline_server.detect.hang.verdict import MISMATCH, HangVerdict, stopped_verdict, verdict_on
+from paceline_server.detect.hang.verdict import (
+    MISMATCH,
+    HangVerdict,
+    has_finished,
+    stopped_verdict,
+    verdict_on,
+)
 from paceline_server.detect.hang.wait_for_graph import innermost_op
 from paceline_server.detect.kinds import HANG, Kind
 from paceline_server.detect.observation import Generation, LiveRank, Observation
@@ -177,7 +183,7 @@ class HangDetector(Detector):
             if rank in observation.exited:
                 continue
             newest = observation.ranks.get(rank)
-            if newest is not None and newest.state and newest.state.view.status == "finished":
+            if has_finished(newest):
                 continue
             if newest is not None and newest.received_ns >= fresh_since_ns:
                 live.append(newest)

@@ -18,7 +18,7 @@ _CLAUSES = {
     PROCESS_STOPPED: "its process is stopped (SIGSTOP)",
     PROCESS_GONE: "its process is gone",
     UNINTERRUPTIBLE_IO: "its process is blocked in uninterruptible I/O",
-    ENDED_EARLY: "its process exited before the other ranks finished",
+    ENDED_EARLY: "it ended before the other ranks finished",
     DEADLOCK: "ranks wait for each other (deadlock)",
     UNKNOWN: "the cause is unknown",
     DEVICE_WAIT: "it waits for its GPU, which does not finish its work",

@@ -110,6 +110,8 @@ def verdict_on(
         cause, evidence = host_cause(live[rank], observation, generation, views)
     elif rank in observation.exited:
         cause, evidence = ENDED_EARLY, [Evidence(f"rank {rank} has exited with code 0")]
+    elif has_finished(observation.ranks.get(rank)):  # its process may still be ending
+        cause, evidence = ENDED_EARLY, [Evidence(f"the training of rank {rank} is over")]
     return HangVerdict(
         culprits.ranks,
         cause,
@@ -118,6 +120,11 @@ def verdict_on(
         _other_stuck_ranks(culprits, views),
         stacks_wanted=[*culprits.ranks[:_MAX_CULPRIT_STACKS], *waiting_rank],
     )
+
+
+def has_finished(live: LiveRank | None) -> bool:
+    """Return whether the rank reports that its training is over."""
+    return live is not None and live.state is not None and live.state.view.status == "finished"
 
 
 def _host_verdict_without_waits(
