@@ -193,14 +193,17 @@ def test_one_busy_node_of_several_does_not_explain_slow_transfers(busy, is_found
     assert bool(run.advance(8)) == is_found
 
 
-def count_waits_and_bytes(run: TimedRun, step: int, share: float, sending: float) -> None:
-    """Ranks wait for CPUs in this share of the time, and send for `sending` s of each second."""
+def count_waits_and_bytes(
+    run: TimedRun, step: int, share: float, sending: float, sent: float | None = None
+) -> None:
+    """Ranks wait for CPUs in this share of the time; they have sent for `sending` s, 10 MB/s or
+    `sent` bytes."""
     at_ns, second = T0 + step * 600_000_000, 0.6 * step
     for rank, node in run.generation.nodes.items():
         labels = {"job": "job", "rank": str(rank)}
         for name, value in (
             (RUN_QUEUE_WAIT, share * second),
-            (SENT_BYTES, 1e7 * second),
+            (SENT_BYTES, 1e7 * second if sent is None else sent),
             (SENDING_SECONDS, sending),
         ):
             run.telemetry.add(node, Sample(name, labels, value, at_ns))
@@ -222,6 +225,20 @@ def test_transfers_that_tcp_delivers_as_before_are_not_judged_on_a_busy_host(
         count_waits_and_bytes(run, step, share, sending)
         run.advance(1)
     assert bool(run.findings) == is_found
+
+
+def test_small_messages_that_take_longer_per_byte_are_no_slow_network():
+    """A busy host makes transfers longer, just when the ranks send little, as in an evaluation."""
+    run = watched(PIPELINE, 3, ranks_per_node=1)
+    sending = sent = 0.0
+    for step in range(80):
+        if step == 40:
+            run.slow_links = both_ways(run.links()[0], 12.0)
+        sending += 0.6 * (0.02 if step >= 40 else 0.1)
+        sent += 0.6 * (2e4 if step >= 40 else 1e7)
+        count_waits_and_bytes(run, step, 0.3, sending, sent)
+        run.advance(1)
+    assert run.findings == []
 
 
 @pytest.mark.parametrize(("delivery", "is_found"), [(1.0, False), (10.0, True)])

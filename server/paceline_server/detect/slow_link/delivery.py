@@ -33,6 +33,24 @@ def delivery_slowdown(
     return max((each for each in over_tcp if not math.isnan(each)), default=math.nan)
 
 
+def sending_share(
+    observation: Observation, generation: Generation, ranks: Sequence[int], onset_ns: int
+) -> float:
+    """Return the share of recent time in which something that a rank sent was not acknowledged.
+
+    Of the rank where it is largest; 0 if it is not measured. A network that makes transfers longer
+    makes this time as much longer, also where few bytes are sent.
+    """
+    since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
+    name, telemetry = metric_names.RANK_TCP_SENDING_SECONDS_TOTAL, observation.telemetry
+    found = (
+        telemetry.find(generation.nodes.get(rank, ""), name, job=generation.job, rank=str(rank))
+        for rank in ranks[:MOST_RANKS]
+    )
+    shares = (_rate_after(series, since_ns) for series in found if series is not None)
+    return max((share for share in shares if share is not None), default=0.0)
+
+
 def _slowdown(
     observation: Observation, generation: Generation, rank: int, onset_ns: int
 ) -> float | None:

@@ -36,7 +36,7 @@ from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, gain, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
-from paceline_server.detect.slow_link.delivery import delivery_slowdown
+from paceline_server.detect.slow_link.delivery import delivery_slowdown, sending_share
 from paceline_server.detect.slow_link.settings import DEFAULTS, SlowLinkSettings
 from paceline_server.detect.slow_link.slow_route import SlowRoute, crossing, name_route
 from paceline_server.detect.slow_link.traffic import Family, TransferBaselines, TransferLane
@@ -62,6 +62,9 @@ BASELINE_STEPS = 64  # steps before the onset from which a lane's usual time is 
 APART = 1.5
 TRUNK_STEPS = 10  # first steps from which the usual time of lanes between nodes is taken
 MOST_POSSIBLE = 16  # uncertain rises that are compared with telemetry
+# What TCP takes to deliver must account for this share of what slow transfers cost: evaluations and
+# checkpoints, in which the ranks send little, are within the time over which it is measured.
+DELIVERY_OF_COST = 0.5
 # Ranks that wait for a CPU for a share of the time make the delivery by TCP slower, in the worst of
 # some seconds by this times the share.
 DELIVERY_PER_SHARE = 8.0
@@ -382,7 +385,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
                 typical = median_pressure_share(observation, self.generation, ranks)
                 is_network = cost_ratio >= max(waiting, typical) * uneven_share(seconds)
             else:
-                is_network = is_slower
+                sending = sending_share(observation, self.generation, ranks, since_ns)
+                is_network = is_slower and sending >= DELIVERY_OF_COST * cost_ratio
         if is_network:
             return True
         return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
