@@ -22,6 +22,8 @@ from paceline_wire import metric_names
 _NS = 1e9
 # A value this close to its past is no evidence, whatever the peers show.
 _UNCHANGED_SCORE = 0.5
+# Relative difference of the time that is left to a rank on a busy node that is normal.
+_LEFT_TOLERANCE = 0.25
 
 # Kinds of what the rank's own process does or waits for. Data and checkpoints may come from its
 # workers or through the kernel.
@@ -40,12 +42,12 @@ def inverse(now: float, expected: float, own_share: float | None) -> float:
 def stalled(now: float, expected: float, own_share: float | None) -> float:
     """Return the slowdown of work that waits for this share of the time.
 
-    The wait is compared with the work, which may be a small part of the step.
+    The wait is compared with the work, which may be a small part of the step, and the time that is
+    left for the work with what was left before.
     """
     waits = max(now - expected, 0.0)
-    if own_share:
-        return 1.0 + waits / own_share
-    return 1.0 / max(1.0 - waits, 0.02)
+    spread_out = max(_left(expected) / _left(now), 1.0)
+    return max(1.0 + waits / own_share if own_share else 1.0 / _left(waits), spread_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +346,15 @@ def _scatter(values: list[float]) -> float:
 def _score(symptom: Symptom, now: float, expected: float, scatter: float) -> float:
     tolerance = symptom.tolerance + symptom.relative_tolerance * abs(expected) + 2 * scatter
     difference = now - expected if symptom.rises else expected - now
-    return difference / tolerance
+    score = difference / tolerance
+    if symptom.is_lost_time:
+        score = max(score, math.log(_left(expected) / _left(now)) / _LEFT_TOLERANCE)
+    return score
+
+
+def _left(lost: float) -> float:
+    """Return the share of time that is left of a rank that loses this share."""
+    return max(1.0 - lost, 0.02)
 
 
 def _weigh(suspect: Suspect, symptom: Symptom, measured: _Measured) -> tuple[float, str]:

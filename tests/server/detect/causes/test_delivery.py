@@ -147,6 +147,18 @@ def test_waits_for_cpus_that_grow_with_the_work_of_a_rank_explain_nothing(wait, 
     assert ("in proportion to its CPU time" in text) == (cause == UNKNOWN)
 
 
+def test_a_rank_that_loses_half_of_its_cpu_on_a_node_that_was_busy_before_waits_for_cpus():
+    """Ranks wait 76% of the time for a CPU, and rank 0 then 88%, which leaves it half as much."""
+    fleet = Fleet(seed=8, nodes=1, gpus=3)
+    for metric, before, after in (("run_queue_wait", 0.76, 0.88), ("cpu", 0.24, 0.12)):
+        name = f"paceline_rank_process_{metric}_seconds_total"
+        for rank in ("1", "2"):
+            fleet.fault("node-0", name, rank, lambda _seconds, _healthy, value=before: value)
+        fleet.fault("node-0", name, "0", lambda at, _, values=(before, after): values[at >= 0])
+    fleet.play(90)
+    assert fleet.diagnose(rank=0, slowdown=2.5, own_share=0.34).cause == "CPU contention"
+
+
 def test_a_rank_without_a_node_or_telemetry_is_unknown():
     fleet = Fleet(seed=9)
     assert fleet.diagnose(rank=99).cause == UNKNOWN
