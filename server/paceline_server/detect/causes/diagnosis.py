@@ -137,16 +137,29 @@ def _suspect(
         observation=observation,
         generation=generation,
         own_share=own_share,
+        training_since_ns=_training_since_ns(onset_ns, onset_step, observation),
     )
 
 
 def _is_chronic(onset_step: int | None, observation: Observation) -> bool:
     if onset_step is None:
         return True
+    steps = _steps_before(onset_step, observation)
+    return steps is not None and steps < _FIRST_STEPS
+
+
+def _steps_before(onset_step: int, observation: Observation) -> int | None:
+    """Return how many steps the generation had finished; None if it is not known."""
     if not observation.steps:
-        return False
-    first_step = observation.steps[-1].step - observation.steps_finished + 1
-    return onset_step - first_step < _FIRST_STEPS
+        return None
+    return onset_step - (observation.steps[-1].step - observation.steps_finished + 1)
+
+
+def _training_since_ns(onset_ns: int, onset_step: int | None, observation: Observation) -> float:
+    usual = observation.usual_step
+    seconds = observation.step_seconds if usual is None else usual.seconds
+    steps = None if onset_step is None else _steps_before(onset_step, observation)
+    return 0.0 if steps is None or seconds is None else onset_ns - steps * seconds * 1e9
 
 
 def _run_checks(suspect: Suspect) -> dict[str, WeighedEvidence]:

@@ -53,6 +53,7 @@ class Suspect:
     generation: Generation
     # Its own work without the slowdown, as a share of the current step; None: not known.
     own_share: float | None = None
+    training_since_ns: float = 0.0  # about when the first step began; 0: not known
 
     @property
     def ranks(self) -> list[int]:

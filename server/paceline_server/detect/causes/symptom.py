@@ -218,7 +218,7 @@ def _values(
     now = timeline.now(suspect.onset_ns)
     if now is None:
         return None
-    before = timeline.between(*suspect.past_ns)
+    before = _before(suspect, symptom, timeline)
     past, scatter = (None, 0.0) if suspect.is_chronic else (before.typical(), before.scatter())
     if past is not None and (score := _score(symptom, now, past, scatter)) <= _UNCHANGED_SCORE:
         return _Measured(now, past, None, past, score, None)  # its peers need not be read
@@ -243,10 +243,21 @@ def _values(
     score, expected = min(scored)
     change = None
     if past is not None and score > 0:
-        since_start = timeline.between(suspect.past_ns[0], math.inf)
+        since_start = timeline.between(before.ends[0], math.inf)
         change = since_start.change((now + past) / 2, rises=symptom.rises)
     in_proportion = expected in proportional and expected not in (past, peers)
     return _Measured(now, past, peers, expected, score, change, in_proportion)
+
+
+def _before(suspect: Suspect, symptom: Symptom, timeline: MetricTimeline) -> MetricTimeline:
+    """Return the healthy time before the onset.
+
+    Without the start of the process, if the metric depends on how much it computes: it computes
+    all the time while it imports its modules.
+    """
+    before = timeline.between(*suspect.past_ns)
+    training = before.between(suspect.training_since_ns, math.inf)
+    return training if symptom.per_cpu_second and training.values.size > 1 else before
 
 
 def _in_proportion(
@@ -261,7 +272,7 @@ def _in_proportion(
     if used is None or not now:
         return []
     scaled: list[float] = []
-    if past is not None and (before := used.between(*suspect.past_ns).typical()):
+    if past is not None and (before := _before(suspect, symptom, used).typical()):
         scaled.append(past * max(now / before, 1.0))
     others = [
         value * max(now / own, 1.0)

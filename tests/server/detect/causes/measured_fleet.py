@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.observation import Generation, LiveRank, Observation
@@ -133,6 +134,7 @@ class Fleet:
     absent: set[str] = field(default_factory=set)  # metrics that no agent can read
     skew_seconds: dict[str, float] = field(default_factory=dict)
     states: dict[int, LiveRank] = field(default_factory=dict)
+    steps: int = 0  # finished since the first one, of `STEP_SECONDS`; 0: not known
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -219,7 +221,7 @@ class Fleet:
     def observation(self) -> Observation:
         return Observation(
             now_ns=START_NS,
-            steps=[],
+            steps=[SimpleNamespace(step=self.steps - 1)] if self.steps else [],  # type: ignore
             exits=[],
             device_events=[],
             ranks=self.states,
@@ -228,7 +230,9 @@ class Fleet:
             losses={},
             telemetry=self.telemetry,
             groups=Groups(len(self.generation.nodes)),
+            step_seconds=STEP_SECONDS,
             step_seconds_p99=STEP_SECONDS,
+            steps_finished=self.steps,
         )
 
     def diagnose(self, rank: int | None = 2, **more: object) -> Diagnosis:

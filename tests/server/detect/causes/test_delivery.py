@@ -159,6 +159,27 @@ def test_a_rank_that_loses_half_of_its_cpu_on_a_node_that_was_busy_before_waits_
     assert fleet.diagnose(rank=0, slowdown=2.5, own_share=0.34).cause == "CPU contention"
 
 
+def test_waits_for_cpus_while_the_ranks_import_their_modules_are_no_past_to_compare_with():
+    """Ranks import for 48 s and train for 12 s; then other programs take the CPU of rank 0."""
+    fleet = Fleet(seed=8, nodes=1, gpus=3, steps=27)
+    for metric, imports, trains, peers, slow in (
+        ("run_queue_wait", 0.9, 0.65, 0.22, 0.87),
+        ("cpu", 0.1, 0.105, 0.042, 0.045),
+    ):
+        for rank in "012":
+            later = slow if rank == "0" else peers
+            values = (imports, trains, later)
+            fleet.fault(
+                "node-0",
+                f"paceline_rank_process_{metric}_seconds_total",
+                rank,
+                lambda at, _, values=values: values[(at >= -12) + (at >= 0)],
+            )
+    fleet.play(90)
+    found = fleet.diagnose(rank=0, onset_step=12, slowdown=3.1, own_share=0.28)
+    assert found.cause == "CPU contention"
+
+
 def test_a_rank_without_a_node_or_telemetry_is_unknown():
     fleet = Fleet(seed=9)
     assert fleet.diagnose(rank=99).cause == UNKNOWN
