@@ -117,6 +117,20 @@ def test_the_first_batch_of_each_epoch_is_no_finding():
     assert watched.findings == []
 
 
+def test_short_waits_before_an_epoch_begins_on_a_busy_host_are_no_finding():
+    job = a_job(Topology(4, 1, 1))
+    watched = Watched(SlowDataDetector, job.topology)
+    for node in ("node-0", "node-1"):
+        for second in range(0, 300, 5):
+            sample = Sample(NODE_WAIT, {}, 0.8 * second, START_NS + second * 10**9)
+            watched.telemetry.add(node, sample)
+    watched.show(played(job, 20))
+    for step in range(20, 25):
+        late = dict.fromkeys(range(4), 0.05 if step < 24 else 3.0)
+        watched.show(played(job, 1, step, late_data=late))
+    assert watched.findings == []
+
+
 def test_stalls_that_have_become_rare_before_they_can_be_reported_are_no_finding():
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)

@@ -327,10 +327,8 @@ class SlowDataDetector(Detector):
         step_seconds = np.array(self._step_seconds)[-steps:][since:until]
         normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
         late_seconds = max(waited - normal, 0.0) * int((excess[since:until] > 0).sum())
-        if is_steady:
-            share = float(excess[since:until] @ step_seconds / step_seconds.sum())
-        else:  # a single long wait among them does not make the others longer
-            share = late_seconds / float(step_seconds.sum())
+        # A single long wait among them, such as that of a new epoch, makes no other one longer.
+        share = late_seconds / float(step_seconds.sum())
         waiting = list(range(self._stage.size)) if ranks == [ALL] else ranks
         rank = None if ranks == [ALL] else ranks[0]
         cost = min(share, 1.0)
