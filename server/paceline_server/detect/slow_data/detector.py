@@ -326,8 +326,9 @@ class SlowDataDetector(Detector):
         since, until = slow[0], len(excess) if is_steady or slow.size == 1 else slow[-1]
         step_seconds = np.array(self._step_seconds)[-steps:][since:until]
         normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
-        late_seconds = max(waited - normal, 0.0) * int((excess[since:until] > 0).sum())
         # A single long wait among them, such as that of a new epoch, makes no other one longer.
+        usual = _mean_without_longest(waits[slow]) if is_steady else waited
+        late_seconds = max(usual - normal, 0.0) * int((excess[since:until] > 0).sum())
         share = late_seconds / float(step_seconds.sum())
         waiting = list(range(self._stage.size)) if ranks == [ALL] else ranks
         rank = None if ranks == [ALL] else ranks[0]
@@ -403,6 +404,10 @@ def _unrelated(generation: Generation) -> list[Ints]:
         stage for stage in stages if len({generation.node(rank) for rank in stage.tolist()}) > 1
     ]
     return on_several or [np.arange(ranks.size)]
+
+
+def _mean_without_longest(waits: Floats) -> float:
+    return float(np.sort(waits)[: max(waits.size - 1, 1)].mean())
 
 
 _ADVICE = (
