@@ -7,13 +7,16 @@ from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
 from watched import Watched
 
 from paceline_server.detect.busy_host.detector import BusyHostDetector
+from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.host_load import WAIT, largest_accident
 from paceline_server.detect.slow_data.detector import SlowDataDetector
 from paceline_server.detect.straggler.detector import StragglerDetector
 from paceline_server.detect.straggler.settings import StragglerSettings
 from paceline_wire.batch import Sample
+from paceline_wire.metric_names import RANK_PROCESS_CPU_SECONDS_TOTAL
 from paceline_wire.topology import Topology
 
+CPU = RANK_PROCESS_CPU_SECONDS_TOTAL
 JOB = SimulatedStep(Topology(4, 2, 1), one_forward_one_backward(2, 8), jitter=0.02)
 STEP_NS = 10_000_000_000
 
@@ -25,8 +28,10 @@ class Waiting:
         self.watched = Watched(detector, JOB.topology)
         self.step, self.seconds = 0, dict.fromkeys(range(8), 0.0)
         self.late_data: dict[int, float] = {}
+        self.cpu_seconds = dict.fromkeys(range(8), 0.0)
 
-    def advance(self, steps, share, slow=None):
+    def advance(self, steps, share, slow=None, cpu=None):
+        """`cpu`: the CPU time of each rank as a share; None: not measured."""
         found = []
         for _ in range(steps):
             for rank in self.seconds:
@@ -36,6 +41,10 @@ class Waiting:
                 at_ns = START_NS + self.step * STEP_NS
                 node = self.watched.generation.node(rank)
                 self.watched.telemetry.add(node, Sample(WAIT, labels, self.seconds[rank], at_ns))
+                if cpu is not None:
+                    self.cpu_seconds[rank] += cpu[rank] * STEP_NS / 1e9
+                    used = Sample(CPU, labels, self.cpu_seconds[rank], at_ns)
+                    self.watched.telemetry.add(node, used)
             played = dataclasses.replace(JOB, slow=slow or {}, late_data=self.late_data).play(
                 self.step
             )
@@ -86,6 +95,18 @@ def test_a_rank_that_is_left_without_a_cpu_for_some_seconds_is_not_reported():
     quiet.watched.detector.settings = job.watched.detector.settings
     quiet.advance(40, 0.02)
     assert [one.rank for one in quiet.advance(7, {5: 0.6}, slow={5: 2.5})][:1] == [5]
+
+
+def test_a_rank_that_computes_more_and_waits_as_much_more_is_not_reported_within_seconds():
+    """The waits are not the cause, but it may compute more for a moment only."""
+    job = Waiting(StragglerDetector)
+    job.watched.detector.settings = StragglerSettings(contention_seconds=9.5 * STEP_NS / 1e9)
+    usual = dict.fromkeys(range(8), 0.3)
+    job.advance(40, 0.2, cpu=usual)
+    more = {"share": {**dict.fromkeys(range(8), 0.2), 5: 0.5}, "cpu": {**usual, 5: 0.75}}
+    assert job.advance(7, slow={5: 4.0}, **more) == []
+    found = job.advance(8, slow={5: 4.0}, **more)
+    assert [(one.rank, one.cause) for one in found][:1] == [(5, UNKNOWN)]
 
 
 def test_late_data_of_a_rank_without_a_cpu_is_held_back():

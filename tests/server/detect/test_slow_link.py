@@ -210,18 +210,21 @@ def count_waits_and_bytes(
 
 
 @pytest.mark.parametrize(
-    ("share", "delivery", "is_found"),
-    [(0.3, 1.3, False), (0.3, 8.0, True), (0.02, 1.0, True)],
+    ("share", "delivery", "steps", "is_found"),
+    [
+        pytest.param(0.3, 1.3, 40, False, id="delivered as before"),
+        pytest.param(0.3, 8.0, 40, True, id="delivered slowly"),
+        pytest.param(0.3, 8.0, 10, False, id="for six seconds"),
+        pytest.param(0.02, 1.0, 40, True, id="host not busy"),
+    ],
 )
-def test_transfers_that_tcp_delivers_as_before_are_not_judged_on_a_busy_host(
-    share, delivery, is_found
-):
+def test_transfers_on_a_busy_host_are_judged_by_what_tcp_delivers(share, delivery, steps, is_found):
     run = watched(PIPELINE, 3, ranks_per_node=1)
     sending = 0.0
     for step in range(80):
-        if step == 40:
-            run.slow_links = both_ways(run.links()[0], 12.0)
-        sending += 0.6 * 0.1 * (delivery if step >= 40 else 1.0)
+        is_slow = 40 <= step < 40 + steps
+        run.slow_links = both_ways(run.links()[0], 12.0) if is_slow else {}
+        sending += 0.6 * 0.1 * (delivery if is_slow else 1.0)
         count_waits_and_bytes(run, step, share, sending)
         run.advance(1)
     assert bool(run.findings) == is_found
@@ -246,7 +249,7 @@ def test_transfers_that_vary_widely_are_judged_if_tcp_delivers_more_slowly_too(d
     """On a busy host, transfers of some steps in a row take several times as long as others."""
     run = watched(Topology(1, 2, 1), 3, ranks_per_node=1)
     link, chance, sending = run.links()[0], np.random.default_rng(3), 0.0
-    for step in range(130):
+    for step in range(140):
         if step % 16 == 0:
             usual = float(np.exp(chance.normal(3.0, 0.8)))
         is_slow = step >= 120

@@ -386,7 +386,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
                 is_network = cost_ratio >= max(waiting, typical) * uneven_share(seconds)
             else:
                 sending = sending_share(observation, self.generation, ranks, since_ns)
-                is_network = is_slower and sending >= DELIVERY_OF_COST * cost_ratio
+                lasts = seconds >= self._detector.settings.contention_seconds
+                is_network = is_slower and lasts and sending >= DELIVERY_OF_COST * cost_ratio
         if is_network:
             return True
         return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION

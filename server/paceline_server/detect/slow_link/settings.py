@@ -17,6 +17,9 @@ class SlowLinkSettings:
     cost_ratio: float = 0.02
     # Cost from which the severity is warning instead of info.
     warning_cost_ratio: float = 0.05
+    # On a busy host what TCP delivers more slowly must last this long: for some seconds the kernel
+    # has no CPU for it either.
+    contention_seconds: float = 10.0
 
 
 DEFAULTS = SlowLinkSettings()

@@ -37,6 +37,7 @@ from paceline_server.detect.host_load import (
     LEAST_SHARE,
     cpu_wait_share,
     largest_accident,
+    rise_of_waits,
     usual_wait_share,
 )
 from paceline_server.detect.kinds import STRAGGLER, Kind
@@ -231,6 +232,9 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         usual = usual_wait_share(observation, self.generation, reported.onset_ns) or 0.0
         if usual < LEAST_SHARE or seconds >= self.settings.contention_seconds:
             return True
+        ranks = reported.unit.ranks
+        if rise_of_waits(observation, self.generation, ranks, reported.onset_ns) >= LEAST_SHARE:
+            return False  # also if it computes more and so waits more: it may do so for a moment
         return self.diagnose(reported, slowdown, observation).cause != CPU_CONTENTION
 
     def _is_spell(self, reported: ReportedStraggler) -> bool:
