@@ -76,7 +76,9 @@ _COUNTS = {
     "received_bytes_total": "received_bytes",
     "sending_seconds_total": "sending_seconds",
 }
-_LOOK_AGAIN_NS = 30 * 10**9  # between scans of the ranks' descriptors, the expensive part
+# Longest time between scans of the ranks' descriptors, the expensive part. New ranks connect to
+# others within seconds, so that this time is at first as long as they are known.
+_LOOK_AGAIN_NS = 30 * 10**9
 
 
 @dataclass(slots=True)
@@ -125,7 +127,8 @@ class TcpCollector(Collector):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._accounts: dict[tuple[str, int, int, int], _Account] = {}
-        self._scanned_ns: int | None = None
+        self._since_ns = 0  # when the ranks last changed
+        self._scanned_ns = 0
         self._sysfs = context.sysfs_root
 
     def collect(self, now_ns: int) -> Collected:
@@ -141,7 +144,9 @@ class TcpCollector(Collector):
         except OSError as error:
             raise CollectorUnavailable(f"no TCP diagnosis: {error}") from error
         known = {_key(rank): self._accounts.get(_key(rank)) or _Account() for rank in ranks}
-        if known.keys() != self._accounts.keys() or self._is_time_to_look(now_ns):
+        if known.keys() != self._accounts.keys():
+            self._since_ns = self._scanned_ns = now_ns
+        if self._is_time_to_look(now_ns):
             self._scanned_ns = now_ns
             for rank in ranks:
                 known[_key(rank)].sockets = sockets_of(self.context.procfs_root, rank.pid)
@@ -149,7 +154,8 @@ class TcpCollector(Collector):
         return Collected(samples=self._samples(ranks, found, owners, now_ns))
 
     def _is_time_to_look(self, now_ns: int) -> bool:
-        return self._scanned_ns is None or not 0 <= now_ns - self._scanned_ns < _LOOK_AGAIN_NS
+        pause_ns = min(self._scanned_ns - self._since_ns, _LOOK_AGAIN_NS)
+        return not 0 <= now_ns - self._scanned_ns < pause_ns
 
     def _samples(
         self,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline_agent.collect.collectors import tcp as tcp_module
 from paceline_agent.collect.collectors.tcp import TcpCollector
 from paceline_agent.collect.contract import CollectorUnavailable, LocalRank
 from paceline_agent.collect.interface_addresses import carriers
@@ -71,6 +72,23 @@ def test_bytes_go_on_when_a_connection_is_closed(tcp, series):
     assert after[count] == before[count]
     assert after[f"paceline_rank_tcp_retransmitted_segments_total{RANK}"] >= 0
     assert not any("rank=4" in name for name in after)  # the process is gone: unknown, not 0
+
+
+def test_connections_of_new_ranks_are_found_within_seconds(tcp, series):
+    """A rank is known before it connects, and later counts are compared with its first steps."""
+    count, second = f"paceline_rank_tcp_connections{RANK}", 10**9
+    before = series(tcp.collect(0))[count]
+    with connection():
+        found = [series(tcp.collect(at * second))[count] - before for at in (3, 6)]
+    assert found == [2, 2]
+
+
+def test_the_longer_ranks_are_known_the_more_rarely_they_are_looked_at(tcp, monkeypatch):
+    scans = []
+    monkeypatch.setattr(tcp_module, "sockets_of", lambda _, pid: scans.append(pid))
+    for second in range(0, 200, 3):
+        tcp.collect(second * 10**9)
+    assert 6 <= len(scans) / 2 <= 12, "of two ranks"
 
 
 def test_time_in_which_the_receiver_does_not_read_is_not_sending(tcp, series):
