@@ -1,13 +1,15 @@
 """The end of a rank that the agent did not start: when it is known, and how the rank ended.
 
 The status is the kernel's where it tells the agent (`collect.exit_status`). Otherwise it is that of
-the rank's own report or of torchrun's, or unknown.
+the rank's own report or of torchrun's, or unknown. So it is after a SIGTERM that torchrun has not
+reported: it reports the ranks that fail first, and ends the others with that signal.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from signal import SIGTERM
 
 from msgspec.structs import replace
 
@@ -51,21 +53,21 @@ class RankEnd:
         now = time.monotonic()
         if self._gone_since is None:
             self._gone_since, self._gone_ns = now, timeline_ns()
-        is_late = self._status.is_unreaped and self._status.read() is None
+        is_late = self._status.is_unreaped and self._status.read() in (None, -SIGTERM)
         return now < self._gone_since + (UNREAPED_SECONDS if is_late else STATUS_SECONDS)
 
     def event(self, has_finished: bool) -> RankExited:
         """Return the report of the end."""
         identity, path = self._reader.identity, self._reader.path
         ending = self._reported() or Ending()
-        if (code := self._status.read()) is not None:
+        code = self._status.read()
+        if code is not None and not (code == -SIGTERM and self._has_torchrun_ended_it(ending)):
             exit_code, signal = (code, None) if code >= 0 else (None, -code)
             ending = replace(ending, exit_code=exit_code, signal=signal)
         ended_ns = self._gone_ns or timeline_ns()
         error_ns = reported_ns(path) if ending.error else None
         error_ns = ended_ns if error_ns is None else error_ns - stepped_ns()
         has_finished = has_finished and not ending.has_status
-        torchrun = self._torchrun
         return RankExited(
             time_ns=ended_ns,
             job=identity.job,
@@ -76,9 +78,18 @@ class RankEnd:
             exit_code=0 if has_finished else ending.exit_code,
             signal=ending.signal,
             launcher_signal=ending.launcher_signal,
-            launcher_gone=torchrun is not None and not is_running(self._procfs_root, torchrun),
+            launcher_gone=self._is_torchrun_gone,
             log_tail=ending.error,
         )
+
+    @property
+    def _is_torchrun_gone(self) -> bool:
+        return self._torchrun is not None and not is_running(self._procfs_root, self._torchrun)
+
+    def _has_torchrun_ended_it(self, ending: Ending) -> bool:
+        """Return whether torchrun sent a SIGTERM, if `ending` is what it reported."""
+        is_reported = ending.has_status or ending.launcher_signal is not None
+        return self._is_of_torchrun and not is_reported and not self._is_torchrun_gone
 
     def _reported(self) -> Ending | None:
         return read_ending(self._reader.path, self._reader.status.st_uid)

@@ -331,6 +331,32 @@ def test_the_exit_status_of_a_rank_is_known_after_its_parent_asked_for_it(
     assert status == (expected if has_pidfd_info_exit else (None, None))
 
 
+@pytest.mark.parametrize(
+    ("launcher", "reported", "expected"),
+    [
+        pytest.param("", None, signal.SIGTERM, id="no torchrun"),
+        pytest.param("torchrun", Ending(signal=15), signal.SIGTERM, id="failed first"),
+        pytest.param("torchrun", None, None, id="ended by torchrun after another rank"),
+    ],
+)
+def test_a_sigterm_that_torchrun_does_not_report_is_its_own(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    reported: Ending | None,
+    expected: int | None,
+) -> None:
+    for name in ("STATUS_SECONDS", "UNREAPED_SECONDS"):
+        monkeypatch.setattr(rank_end, name, 0.0)
+    with rank_process(bench, "os.kill(os.getpid(), 15)", launcher) as process:
+        end_unreaped(process)
+        if reported is not None:
+            write_ending(bench.directory / "job.g0.r0.ring", reported)
+        exited = bench.poll()[0][-1]
+    assert isinstance(exited, RankExited)
+    assert exited.signal == expected
+
+
 def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     writer = Writer(bench.directory, pid=process.pid, metadata={"launcher": "torchrun"})
