@@ -68,6 +68,7 @@ class RankEnd:
         error_ns = reported_ns(path) if ending.error else None
         error_ns = ended_ns if error_ns is None else error_ns - stepped_ns()
         has_finished = has_finished and not ending.has_status
+        torchrun = self._torchrun
         return RankExited(
             time_ns=ended_ns,
             job=identity.job,
@@ -78,18 +79,17 @@ class RankEnd:
             exit_code=0 if has_finished else ending.exit_code,
             signal=ending.signal,
             launcher_signal=ending.launcher_signal,
-            launcher_gone=self._is_torchrun_gone,
+            launcher_gone=torchrun is not None and not is_running(self._procfs_root, torchrun),
             log_tail=ending.error,
         )
 
-    @property
-    def _is_torchrun_gone(self) -> bool:
-        return self._torchrun is not None and not is_running(self._procfs_root, self._torchrun)
-
     def _has_torchrun_ended_it(self, ending: Ending) -> bool:
-        """Return whether torchrun sent a SIGTERM, if `ending` is what it reported."""
-        is_reported = ending.has_status or ending.launcher_signal is not None
-        return self._is_of_torchrun and not is_reported and not self._is_torchrun_gone
+        """Return whether torchrun sent a SIGTERM, also to a rank that was ending after an error.
+
+        `ending`: as the rank and torchrun reported it.
+        """
+        is_reported = ending.signal == SIGTERM or ending.launcher_signal is not None
+        return self._is_of_torchrun and not is_reported
 
     def _reported(self) -> Ending | None:
         return read_ending(self._reader.path, self._reader.status.st_uid)

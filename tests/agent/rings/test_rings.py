@@ -334,9 +334,10 @@ def test_the_exit_status_of_a_rank_is_known_after_its_parent_asked_for_it(
 @pytest.mark.parametrize(
     ("launcher", "reported", "expected"),
     [
-        pytest.param("", None, signal.SIGTERM, id="no torchrun"),
-        pytest.param("torchrun", Ending(signal=15), signal.SIGTERM, id="failed first"),
-        pytest.param("torchrun", None, None, id="ended by torchrun after another rank"),
+        pytest.param("", None, (None, signal.SIGTERM), id="no torchrun"),
+        pytest.param("torchrun", Ending(signal=15), (None, signal.SIGTERM), id="failed first"),
+        pytest.param("torchrun", None, (None, None), id="ended after another rank"),
+        pytest.param("torchrun", Ending(1, error="reset"), (1, None), id="after its own error"),
     ],
 )
 def test_a_sigterm_that_torchrun_does_not_report_is_its_own(
@@ -344,7 +345,7 @@ def test_a_sigterm_that_torchrun_does_not_report_is_its_own(
     monkeypatch: pytest.MonkeyPatch,
     launcher: str,
     reported: Ending | None,
-    expected: int | None,
+    expected: tuple[int | None, int | None],
 ) -> None:
     for name in ("STATUS_SECONDS", "UNREAPED_SECONDS"):
         monkeypatch.setattr(rank_end, name, 0.0)
@@ -354,7 +355,7 @@ def test_a_sigterm_that_torchrun_does_not_report_is_its_own(
             write_ending(bench.directory / "job.g0.r0.ring", reported)
         exited = bench.poll()[0][-1]
     assert isinstance(exited, RankExited)
-    assert exited.signal == expected
+    assert (exited.exit_code, exited.signal) == expected
 
 
 def test_the_end_of_a_rank_is_reported_as_its_launcher_reports_it(bench: Bench) -> None:
