@@ -1,8 +1,8 @@
 """The end of a rank that the agent did not start: when it is known, and how the rank ended.
 
-The status is the kernel's where it tells the agent (`collect.exit_status`). Otherwise it is that of
-the rank's own report or of torchrun's, or unknown. So it is after a SIGTERM that torchrun has not
-reported: it reports the ranks that fail first, and ends the others with that signal.
+The exit status comes from the kernel if it is available (`collect.exit_status`), otherwise from the
+report of the rank or of torchrun; without a report it is unknown. A SIGTERM that torchrun has not
+reported does not count: torchrun reports the ranks that fail first, and ends the others with it.
 """
 
 from __future__ import annotations

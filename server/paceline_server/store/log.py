@@ -129,7 +129,7 @@ def position_at(session: Session, received_ns: int) -> int:
 
 
 def received_until(session: Session, position: int) -> int:
-    """Return when the newest entry up to a position was received, 0 if there is none."""
+    """Return the time at which the newest entry up to this id was received; 0 without one."""
     query = select(HotLogRow.received_ns).where(HotLogRow.id <= position)
     return session.scalar(query.order_by(HotLogRow.id.desc()).limit(1)) or 0
 

@@ -128,7 +128,7 @@ def _last_generations(session: Session, job_id: str) -> list[GenerationRow]:
 def _begin(session: Session, generations: list[GenerationRow], remembered: int) -> int:
     """Return the position from which the log is read again.
 
-    `remembered`: that of the stored memory, 0 if there is none.
+    `remembered`: last position that the stored memory includes; 0 without a memory.
     """
     if not generations:
         return 0

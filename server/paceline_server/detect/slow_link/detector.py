@@ -62,8 +62,8 @@ BASELINE_STEPS = 64  # steps before the onset from which a lane's usual time is 
 APART = 1.5
 TRUNK_STEPS = 10  # first steps from which the usual time of lanes between nodes is taken
 MOST_POSSIBLE = 16  # uncertain rises that are compared with telemetry
-# What TCP takes to deliver must account for this share of what slow transfers cost: evaluations and
-# checkpoints, in which the ranks send little, are within the time over which it is measured.
+# Least ratio of the time that TCP takes to deliver to the cost of slow transfers. The measurement
+# also covers evaluations and checkpoints, in which the ranks send little.
 DELIVERY_OF_COST = 0.5
 # Ranks that wait for a CPU for a share of the time make the delivery by TCP slower, in the worst of
 # some seconds by this times the share.

@@ -331,6 +331,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         first, span_ns = self._since_first, self._recent.span_ns
         if not first.is_due(self._levels.pushed) or span_ns < LEAST_SECONDS * 1e9:
             return []
+        rows = first.unexplained(self._levels)
         findings = [
             cleared(
                 first.known.pop(rank),
@@ -338,12 +339,12 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 observation.now_ns,
                 self._recent.newest.number,
             )
-            for rank in first.recovered(self._levels)
+            for rank in first.recovered(rows)
         ]
         share = cpu_wait_share(observation, self.generation)
         own_share = self._recent.typical_own_seconds() / max(self._recent.step_seconds(), 1e-9)
         accident = math.log(largest_accident(share, span_ns / 1e9, own_share))
-        for rank, size in first.found(self._levels, accident):
+        for rank, size in first.found(rows, self._levels, accident):
             first.known[rank] = self._report_since_first(rank, size, observation)
             findings.append(first.known[rank])
         return findings

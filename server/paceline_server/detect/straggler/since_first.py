@@ -63,17 +63,23 @@ class SlowSinceFirst:
         least = self._settings.chronic_fault_steps
         return self.steps == least or (self.steps > least and not pushed % _STEPS_BETWEEN_CHECKS)
 
-    def found(self, levels: PeerLevels, accident: float) -> Iterator[tuple[int, float]]:
+    def unexplained(self, levels: PeerLevels) -> Floats:
+        """Return the relative levels by step and rank, without the reported rises of `levels`."""
+        return levels.unexplained_rows(self._relative)
+
+    def found(
+        self, rows: Floats, levels: PeerLevels, accident: float
+    ) -> Iterator[tuple[int, float]]:
         """Yield new slow ranks, each with its level.
 
         Args:
+            rows: as `unexplained` returns them.
             levels: of the same steps.
             accident: the highest level that ranks which wait for CPUs by chance would have.
         """
         settings = self._settings
         is_early = self.steps < settings.chronic_steps
         least = settings.chronic_fault_slowdown if is_early else settings.chronic_slowdown
-        rows = levels.unexplained_rows(self._relative)
         # Exceeded in three of four steps, so that noise around the threshold causes no finding.
         level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
         typical = column_medians(rows)
@@ -83,9 +89,11 @@ class SlowSinceFirst:
             if not is_known and not self._is_like_others(rank, typical):
                 yield rank, float(typical[rank])
 
-    def recovered(self, levels: PeerLevels) -> list[int]:
-        """Return the ranks with advice that have been as fast as their peers for long enough."""
-        rows = levels.unexplained_rows(self._relative)
+    def recovered(self, rows: Floats) -> list[int]:
+        """Return the ranks with advice that have been as fast as their peers for long enough.
+
+        `rows`: as `unexplained` returns them.
+        """
         recent = column_medians(rows[-self._settings.chronic_steps :])
         return [
             rank
