@@ -80,6 +80,11 @@ class LiveRank:
         self.received_ns = received_ns
 
     @property
+    def status(self) -> str | None:
+        """The status that the rank reports on its newest state page; None without a page."""
+        return None if self.state is None else self.state.view.status
+
+    @property
     def surely_frozen_seconds(self) -> float:
         """Lower bound of the time without a change: the time that the agent itself observed."""
         return 0.0 if self.state is None else (self.state.time_ns - self.frozen_since_ns) / 1e9

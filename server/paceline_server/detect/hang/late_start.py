@@ -47,8 +47,8 @@ def late_start(
         unseen: ranks that run and have never had a state page.
         groups: process groups of the job.
     """
-    joining = [each for each in live if status_of(each) == "joining"]
-    late = frozenset(each.rank for each in live if status_of(each) == "loading") | {*unseen}
+    joining = [each for each in live if each.status == "joining"]
+    late = frozenset(each.rank for each in live if each.status == "loading") | {*unseen}
     if not late and len(joining) < max(2, len(live)):
         return None
     others = [each for each in live if _communicates_with(each, late, groups)] if late else []
@@ -109,11 +109,6 @@ def _waits(found: LateStart) -> str:
     verb = "has" if len(found.waiting) == 1 else "have"
     them = "it" if len(found.late) == 1 else "them"
     return f"{verb} waited for {them} for {found.seconds:.0f} s"
-
-
-def status_of(live: LiveRank) -> str | None:
-    """Return the status on the rank's newest state page."""
-    return None if live.state is None else live.state.view.status
 
 
 def _communicates_with(live: LiveRank, late: frozenset[int], groups: Groups) -> bool:

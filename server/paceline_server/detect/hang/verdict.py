@@ -124,7 +124,7 @@ def verdict_on(
 
 def has_finished(live: LiveRank | None) -> bool:
     """Return whether the rank reports that its training is over."""
-    return live is not None and live.state is not None and live.state.view.status == "finished"
+    return live is not None and live.status == "finished"
 
 
 def _host_verdict_without_waits(

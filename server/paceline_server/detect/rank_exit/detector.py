@@ -26,7 +26,7 @@ from paceline_server.detect.causes.catalog import (
 )
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
-from paceline_server.detect.hang.late_start import CALL, NOT_CALLED, status_of
+from paceline_server.detect.hang.late_start import CALL, NOT_CALLED
 from paceline_server.detect.hang.verdict import MISMATCH, HangVerdict
 from paceline_server.detect.hang.wait_for_graph import communication_frames
 from paceline_server.detect.kinds import FAILURE, HANG, Kind
@@ -142,7 +142,7 @@ class ExitDetector(Detector):
 
     def _watch_joining(self, observation: Observation) -> None:
         for rank, live in observation.ranks.items():
-            status = status_of(live)
+            status = live.status
             if status == "joining":
                 self._joining[rank] = live.surely_frozen_seconds
             elif status != "failed":
@@ -373,7 +373,7 @@ class ExitDetector(Detector):
         rank = culprit.event.rank
         if rank not in self._joining or is_cause(culprit):
             return []
-        return sorted(r for r, live in observation.ranks.items() if status_of(live) == "loading")
+        return sorted(r for r, live in observation.ranks.items() if live.status == "loading")
 
     def _lost_connections(self, culprit: ReportedExit) -> list[int]:
         """Return the ranks that lost connections, if nothing else ended the job.
@@ -491,4 +491,4 @@ def _failed_save(error: str, rank: int, observation: Observation) -> str:
 def _has_raised(rank: int, observation: Observation) -> bool:
     """Return whether the rank's state page shows that it raised an error."""
     live = observation.ranks.get(rank)
-    return live is not None and live.state is not None and live.state.view.status == "failed"
+    return live is not None and live.status == "failed"
