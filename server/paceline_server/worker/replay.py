@@ -106,8 +106,12 @@ def _replay(
 
 
 def _place(engine: Engine, waiting: list[GenerationRow], position: int) -> None:
-    """Begin the generations that were placed once the log had been read up to `position`."""
-    while waiting and waiting[0].cursor <= position:
+    """Begin the generations that were placed once the log had been read up to `position`.
+
+    A run that was started outside Paceline is read from a second before its start, and the run
+    before it may have lasted less.
+    """
+    while any(each.cursor <= position for each in waiting):
         engine.place(waiting.pop(0).placement)
 
 
@@ -134,7 +138,7 @@ def _begin(session: Session, generations: list[GenerationRow], remembered: int) 
         return 0
     first, last = generations[0].cursor, generations[-1].cursor
     needed = position_at(session, received_until(session, remembered) - _BEFORE_MEMORY_NS)
-    return max(first, min(needed, last))
+    return min(last, max(first, needed))
 
 
 def _newest_steps(session: Session, job_id: str) -> dict[int, int]:
