@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import type { GridCell, Rank } from "./api";
+import type { Grid, GridCell, Rank } from "./api";
 import * as heatmap from "./heatmap";
 
 const TOPOLOGIES: heatmap.Axes[] = [
@@ -74,6 +74,14 @@ it("paints one pixel per rank at its place, the unknown in their own color", () 
   expect([columns, rows]).toEqual([4, 2]);
   expect([...data.slice(16, 20)]).toEqual([250, 0, 0, 255]);
   expect([...data.slice(0, 4)]).toEqual([9, 9, 9, 255]);
+});
+
+it("says why no slowdown is known", () => {
+  const text = (last_step: number | null, self_seconds: number | null): string =>
+    heatmap.unknownText({ last_step, cells: [{ self_seconds }] } as Grid);
+  expect(text(null, null)).toContain("No step");
+  expect(text(7, null)).toContain("known to train");
+  expect(text(7, 0.5)).toContain("No rank has peers");
 });
 
 it("gives noise between ranks no color, and saturates", () => {

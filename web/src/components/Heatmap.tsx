@@ -98,7 +98,7 @@ const ARROWS: Readonly<Record<string, [right: number, down: number]>> = {
 
 function slowestText(grid: Grid): string {
   const worst = heatmap.slowest(grid);
-  if (worst === null) return "No step of this generation has finished yet.";
+  if (worst === null) return heatmap.unknownText(grid);
   return `Slowest: rank ${worst.rank}, ${format.slowdown(worst.slowdown)}${worst.node === null ? "" : `, on ${worst.node}`}.`;
 }
 
