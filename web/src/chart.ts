@@ -15,7 +15,8 @@ export interface Mark {
 export interface Points {
   /** Ends of steps, epoch seconds, ascending. */
   times: number[];
-  values: (number | null)[];
+  /** null breaks the line; undefined does not: a script may report a loss every 20 steps. */
+  values: (number | null | undefined)[];
   /** Step of the point; null where the line is broken. */
   steps: (Step | null)[];
 }
@@ -39,7 +40,7 @@ export function points(steps: readonly Step[], value: (step: Step) => number | n
       result.steps.push(null);
     }
     result.times.push(end);
-    result.values.push(value(step));
+    result.values.push(value(step) ?? undefined);
     result.steps.push(step);
     before = { step, end };
   }
@@ -87,8 +88,8 @@ export function median(values: readonly number[]): number | null {
 }
 
 /** Upper end of an axis from 0, such that a single outlier does not flatten the rest. */
-export function ceiling(values: readonly (number | null)[]): number {
-  const known = values.filter((value) => value !== null);
+export function ceiling(values: Points["values"]): number {
+  const known = values.filter((value) => value != null);
   const most = known.reduce((a, b) => Math.max(a, b), 0);
   const typical = median(known);
   if (typical === null || most === 0) return 1;

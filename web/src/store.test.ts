@@ -93,6 +93,11 @@ it("breaks the chart's line between generations and marks the restart", () => {
   expect(mark?.until).toBeGreaterThan(mark?.at ?? Infinity);
 });
 
+it("does not break the line at a step without a loss", () => {
+  const { values } = chart.points([step(1), step(2), step(3, 2)], (one) => (one.step === 2 ? null : 4));
+  expect(values).toEqual([4, undefined, null, 4]);
+});
+
 it("marks a restart while it lasts, from the last step on", () => {
   const last = step(2);
   const at = (seconds: number): string => new Date(Date.parse(last.started_at) + seconds * 1000).toISOString();

@@ -97,7 +97,7 @@ function create(
     ],
     series: [
       {},
-      { stroke: variable(color), width: 1.5, points: { show: (chart) => (chart.data[0].length < 40) } },
+      { stroke: variable(color), width: 1.5, points: { show: () => countKnown(latest.current.points) < 40 } },
     ],
     hooks: {
       drawClear: [(chart) => { bands(chart, latest.current.marks); }],
@@ -110,6 +110,10 @@ function create(
   const chart = new uPlot(options, [points.times, points.values], target);
   showValue(chart, latest.current, readout.current);
   return chart;
+}
+
+function countKnown(points: Points): number {
+  return points.values.filter((value) => value != null).length;
 }
 
 /** The end of the last mark: a hang or a restart may follow the last step. */
@@ -135,7 +139,7 @@ function times(splits: number[]): string[] {
 function showValue(chart: uPlot, { points, format: show }: Props, target: HTMLElement | null): void {
   if (target === null) return;
   const under = chart.cursor.idx;
-  const index = under ?? points.times.length - 1;
+  const index = under ?? points.values.findLastIndex((value) => value != null);
   const step: Step | null | undefined = points.steps[index];
   if (step == null) {
     target.textContent = "";

@@ -128,7 +128,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
                   fromZero
                   labels
                 />
-                {losses.values.some((value) => value !== null) ? (
+                {losses.values.some((value) => value != null) ? (
                   <TimeChart
                     title="Loss"
                     points={losses}
