@@ -130,6 +130,13 @@ class LaunchThread(LeasedThread):
             _log.warning("%s of action %s is repeated: %s", intent.kind, intent.action_id, error)
             result = LaunchResult(detail=str(error))
             self._record(row, result, self._now_ns() + _RETRY_NS)
+        except (SQLAlchemyError, LeaseLostError):
+            raise
+        except Exception as error:
+            # A failing backend must not end the thread, which carries out all other requests.
+            _log.exception("%s of action %s failed", intent.kind, intent.action_id)
+            detail = f"The server cannot ask {launcher.name}: {error!r}"
+            self._record(row, LaunchResult(detail=detail), self._now_ns() + _RETRY_NS)
 
     def _advance(self, row: LaunchRow, intent: LaunchRequest, launcher: Launcher) -> None:
         """Observe the request, and begin what is due. Raises LauncherError."""

@@ -1,0 +1,104 @@
+"""The thread that carries out requests to launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from paceline_server.decide.types import ActionView, LaunchRequest, LaunchResult
+from paceline_server.engine.types import Launch
+from paceline_server.launchers.contract import LauncherParts, ShownRequest
+from paceline_server.store import launches
+from paceline_server.store.database import Database
+from paceline_server.store.models import ActionRow, LaunchRow
+from paceline_server.store.signals import CommitSignals
+from paceline_server.worker.launch_thread import LaunchThread
+from tests.server.rows import toy_job
+
+START_NS = 1_700_000_000_000_000_000
+
+
+class ReadyLauncher:
+    """A launcher that has done each request at once."""
+
+    name: ClassVar[str] = "ready"
+
+    @classmethod
+    def create(cls, _parts: LauncherParts) -> Self:
+        return cls()
+
+    @classmethod
+    def recognize(cls, _metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
+        return None
+
+    def observe(self, _request: LaunchRequest) -> ShownRequest:
+        return ShownRequest(state="done", detail="It runs again.")
+
+    def begin(self, _request: LaunchRequest, _seen: ShownRequest) -> None:
+        raise AssertionError("there is nothing to begin")
+
+
+class UnreadableLauncher(ReadyLauncher):
+    """A launcher whose answer the backend cannot read."""
+
+    name: ClassVar[str] = "unreadable"
+
+    def observe(self, _request: LaunchRequest) -> ShownRequest:
+        raise ValueError("invalid literal for int() with base 10: 'N/A'")
+
+
+@pytest.fixture
+def thread(database: Database) -> LaunchThread:
+    """The thread, not started; two committed requests, the first to the unreadable launcher."""
+    with database.write() as session:
+        session.add(toy_job("job-1", state="recovering", watched=True))
+        session.flush()
+        for number, launcher in enumerate((UnreadableLauncher, ReadyLauncher)):
+            request(session, f"act-{number}", launcher.name, START_NS + number)
+    backends = {one.name: one() for one in (UnreadableLauncher, ReadyLauncher)}
+    return LaunchThread(database, CommitSignals(), "me", 10**9, backends, lambda: START_NS)
+
+
+def request(session: Session, action_id: str, launcher: str, now_ns: int) -> None:
+    view = ActionView(
+        action_id=action_id,
+        kind="restart",
+        state="running",
+        reason="Rank 1 crashed.",
+        generation=1,
+        created_ns=now_ns,
+    )
+    row = ActionRow(
+        id=action_id,
+        job_id="job-1",
+        kind="restart",
+        state="running",
+        created_ns=now_ns,
+        version=1,
+        noticed=True,
+        view=view,
+    )
+    session.add(row)
+    session.flush()
+    launch = Launch(launcher=launcher, job="7", restarts=0, nodes={})
+    intent = LaunchRequest(action_id=action_id, kind="restart", launch=launch, reason="")
+    launches.request(session, "job-1", intent, now_ns)
+
+
+def results(database: Database) -> dict[str, LaunchResult]:
+    with database.read() as session:
+        return {row.action_id: row.result for row in session.scalars(select(LaunchRow))}
+
+
+def test_a_backend_that_fails_does_not_end_the_requests_to_others(
+    database: Database, thread: LaunchThread
+) -> None:
+    assert thread.run_pass()
+    failed, done = results(database)["act-0"], results(database)["act-1"]
+    assert failed.state == "waiting", "it is repeated"
+    assert "unreadable: ValueError" in failed.detail
+    assert done.state == "done"
