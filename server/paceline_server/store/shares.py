@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.steps.types import RankStep, StepMeans, StepSummary
 from paceline_server.store.database import insert_into
-from paceline_server.store.models import Base, StepRow, StepSharesRow
+from paceline_server.store.models import Base, JobRow, StepRow, StepSharesRow
 
 _RANK, _SECONDS = np.dtype("<i4"), np.dtype("<f8")
 
@@ -122,8 +122,13 @@ def medians(table: npt.NDArray[np.float64]) -> list[float | None]:
 
 
 def prune_steps(session: Session, job_id: str, kept: int, shares_kept: int) -> None:
-    """Delete all but a job's newest steps and per-rank values."""
-    newest = session.scalar(select(func.max(StepRow.step)).where(StepRow.job_id == job_id))
+    """Delete all but a job's newest steps and per-rank values.
+
+    Those of the current generation are the newest, also if an earlier one had reached later steps.
+    """
+    current = select(JobRow.generation).where(JobRow.id == job_id).scalar_subquery()
+    of_current = StepRow.job_id == job_id, StepRow.generation == current
+    newest = session.scalar(select(func.max(StepRow.step)).where(*of_current))
     if newest is not None:
         for table, most in ((StepRow, kept), (StepSharesRow, shares_kept)):
             old = table.job_id == job_id, table.step <= newest - most

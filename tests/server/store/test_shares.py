@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from sqlalchemy import func, select, text
+from sqlalchemy.orm import Session
 
 from paceline_server.steps.types import RankStep, StepSummary
 from paceline_server.store import models, queries
@@ -76,6 +79,24 @@ def test_per_rank_values_are_pruned_before_summaries(job: Database) -> None:
             for table in (models.StepRow, models.StepSharesRow)
         }
     assert kept == {models.StepRow: (10, 20), models.StepSharesRow: (25, 5)}
+
+
+def test_a_run_that_goes_back_keeps_its_newest_steps(job: Database) -> None:
+    def kept(session: Session, table: Any) -> list[Any]:
+        steps = table.generation, func.min(table.step), func.max(table.step)
+        by_generation = select(*steps).group_by(table.generation).order_by(table.generation)
+        return list(session.execute(by_generation).all())
+
+    with job.write() as session:
+        insert_steps(session, JOB, [summary(step) for step in range(30)])
+        prune_steps(session, JOB, kept=20, shares_kept=5)
+        session.get_one(models.JobRow, JOB).generation = 2
+        session.flush()
+        prune_steps(session, JOB, kept=20, shares_kept=5)
+        insert_steps(session, JOB, [summary(step, generation=2) for step in range(3, 8)])
+        prune_steps(session, JOB, kept=20, shares_kept=5)
+        assert kept(session, models.StepRow) == [(1, 10, 29), (2, 3, 7)]
+        assert kept(session, models.StepSharesRow) == [(1, 25, 29), (2, 3, 7)]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
