@@ -70,7 +70,15 @@ def decide(
         if draft.policy.mode not in NEVER_ACTS:
             keep_spare_warm(draft)
         _end_if_dead(draft)
+        _end_actions_with_job(draft)
     return draft.decision()
+
+
+def _end_actions_with_job(draft: Draft) -> None:
+    """End what is unfinished when the job ends, because another run may have the same name."""
+    if draft.ended:
+        for action in draft.actions("proposed", "approved", "running"):
+            draft.end_action(action, "superseded", error="The job has ended.")
 
 
 def _advance(draft: Draft) -> None:

@@ -126,6 +126,28 @@ def test_the_ranks_may_be_found_before_the_launcher_shows_the_effect(
     world.until_running(101)
 
 
+def test_a_proposal_ends_with_the_run_that_another_one_replaces() -> None:
+    world = LaunchedWorld("approve")
+    world.tick((world.finding(),))
+    assert world.one_action("restart").state == "proposed"
+    world.is_superseded = True
+    world.tick()
+    assert (world.state, world.one_action("restart").state) == ("failed", "superseded")
+
+
+def test_a_restart_that_has_begun_ends_with_the_run_that_another_one_replaces(
+    world: LaunchedWorld,
+) -> None:
+    world.answers = False  # the ranks train, and do not save
+    world.tick((world.finding(),))
+    world.answer("check", "done")
+    world.run(5.0)
+    assert world.phase() == "checkpoint"
+    world.is_superseded = True
+    world.tick()
+    assert (world.state, world.one_action("restart").state) == ("failed", "superseded")
+
+
 def test_a_lost_node_is_excluded_by_the_launchers_name(world: LaunchedWorld) -> None:
     lost = world.finding(
         "failure", cause="node lost", rank=None, severity="critical", suspects_node=True
