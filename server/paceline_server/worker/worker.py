@@ -216,6 +216,8 @@ class Worker(LeasedThread):
 
     def _take_up(self, job_id: str, now_ns: int) -> JobWorker | None:
         name = lease_name(job_id)
+        is_continued = job_id in self._continued
+        self._continued.discard(job_id)  # if another server is faster, there will be a pause
         with self._database.read() as session:
             if is_held(session, name, now_ns):
                 return None
@@ -228,8 +230,6 @@ class Worker(LeasedThread):
         _log.info("took over job %s in epoch %d", job_id, epoch)
         lease = JobLease(job_id, self._owner, epoch)
         self._leases.hold(name, epoch)
-        is_continued = job_id in self._continued
-        self._continued.discard(job_id)
         job = JobWorker(
             self._database,
             self._metrics,
