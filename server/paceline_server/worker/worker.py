@@ -46,7 +46,7 @@ _LONGEST_REST_SECONDS = 0.5  # a quarter of the time until an alert
 # ranks wait for it.
 _HURRY_SECONDS = 1.0
 _HURRY_TICK_SECONDS = 0.02
-_RETRY_NS = 1_000_000_000  # pause after a tick that failed for an unknown reason
+_RETRY_SECONDS = 1.0  # pause after a tick that failed for an unknown reason
 
 
 class WorkerSettings(Protocol):
@@ -112,7 +112,7 @@ class Worker(LeasedThread):
         )
         self._jobs: dict[str, JobWorker] = {}
         self._continued: set[str] = set()  # jobs to load again that had no pause: no warm-up
-        self._not_before_ns: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}  # by job, on the monotonic clock
         self._pruned_ns = 0
         self._hurry_until = 0.0
         self._log_sizes = LogSizes()
@@ -185,7 +185,7 @@ class Worker(LeasedThread):
     def _tick(self, job_id: str) -> bool:
         self._leases.advance()
         now_ns = self._now_ns()
-        if now_ns < self._not_before_ns.get(job_id, 0):
+        if time.monotonic() < self._not_before.get(job_id, 0.0):
             return False
         try:
             job = self._jobs.get(job_id) or self._take_up(job_id, now_ns)
@@ -202,7 +202,7 @@ class Worker(LeasedThread):
             # A failing tick must not affect the other jobs.
             _log.exception("tick for job %s failed", job_id)
             self._drop(job_id, "error", "see the traceback above")
-            self._not_before_ns[job_id] = now_ns + _RETRY_NS
+            self._not_before[job_id] = time.monotonic() + _RETRY_SECONDS
         else:
             if result.wrote:
                 self._signals.changes.notify()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -11,6 +14,7 @@ from paceline_server.policy import Policy
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_server.store.leases import acquire, lease_name, release, seize
+from paceline_server.store.models import EngineMemoryRow
 from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.commit import AlertTargets
 from paceline_server.worker.ranks import new_rank_rows
@@ -51,6 +55,20 @@ def worker(database: Database, clock: Clock) -> Worker:
         session.add_all(new_rank_rows(JOB, 1, [rank]))
     metrics = BackgroundMetrics(CollectorRegistry())
     return Worker(database, CommitSignals(), metrics, "me", SETTINGS, Settings(), Policy(), clock)
+
+
+def test_a_job_whose_tick_failed_is_continued_though_the_clock_was_set_back(
+    worker: Worker, database: Database, clock: Clock, wait_for: Callable[..., Any]
+) -> None:
+    memory = EngineMemoryRow(job_id=JOB, memory=b"malformed", cursor=0)
+    with database.write() as session:
+        session.add(memory)
+    worker.run_pass()
+    assert JOB not in worker._jobs
+    with database.write() as session:
+        session.delete(memory)
+    clock.now_ns -= HOUR
+    wait_for(lambda: worker.run_pass() or JOB in worker._jobs, "the job")
 
 
 def test_a_job_that_another_server_had_meanwhile_begins_with_a_warm_up(
