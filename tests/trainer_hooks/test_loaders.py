@@ -56,3 +56,25 @@ def test_attributes_are_set_on_the_loader() -> None:
     assert loader.epoch == wrapped.epoch == 4
     del wrapped.epoch
     assert loader.epoch == 0
+
+
+PERSISTENT_WORKERS = """
+import torch, paceline
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+class Data(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return get_worker_info().seed
+
+loader = DataLoader(Data(), num_workers=1, persistent_workers=True)
+seeds = {seed.item() for epoch in range(2) for seed in paceline.steps(loader)}
+print(len(seeds))
+"""
+
+
+def test_persistent_workers_of_a_loader_that_each_epoch_wraps_again_stay(script: Script) -> None:
+    finished = script(PERSISTENT_WORKERS)
+    assert finished.stdout == "1\n", finished.stderr

@@ -3,7 +3,7 @@
 Frameworks build loaders again from one that they are given: Lightning to add a sampler, Accelerate
 to split batches. They do so only for an instance of torch's `DataLoader`, from its attributes and
 its class. For a `DataLoader` the result is therefore an instance of a subclass of its own class,
-with the same attributes. Anything else is wrapped in a proxy.
+with the same attributes, also those that are set later. Anything else is wrapped in a proxy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def count_steps(
     data = sys.modules.get("torch.utils.data")
     counted: Any = None
     if state is None and data is not None and isinstance(loader, data.DataLoader):
-        counted = _counted_loader(type(loader), dict(vars(loader)), find_loop, Start(start))
+        counted = _counted_loader(type(loader), vars(loader), find_loop, Start(start))
     else:
         counted = Steps(loader, find_loop, start, state)
     return cast(Loader, counted)
@@ -53,7 +53,8 @@ def _counted_loader(
 ) -> Any:
     """Return an instance of a subclass of `base` whose iterations are recorded.
 
-    The subclass takes the arguments of `base`, so that a framework can create another one.
+    It shares the attributes of the loader, among them its persistent workers. The subclass takes
+    the arguments of `base`, so that a framework can create another one.
     """
 
     def iterate(self: Any) -> Iterator[Any]:
@@ -67,7 +68,7 @@ def _counted_loader(
     members = {"__iter__": iterate, "__reduce_ex__": reduce, "__doc__": base.__doc__}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
     counted: Any = object.__new__(type(base.__name__, (base,), members))
-    vars(counted).update(attributes)
+    object.__setattr__(counted, "__dict__", attributes)
     return counted
 
 
