@@ -10,6 +10,7 @@ import pytest
 from paceline_wire.ring import GroupDefinition, RingReader
 from paceline_wire.spans import COMMUNICATION_OPS, Flag, Op, Span
 from paceline_wire.topology import Coordinates, Topology
+from tests.trainer_hooks.conftest import Script
 
 TENSOR_BYTES = 4000
 _SOURCE = (Path(__file__).parents[1] / "two_ranks.py").read_text()
@@ -220,3 +221,28 @@ def test_every_step_contains_its_spans(two_rank_spans: list[list[Span]]) -> None
     for spans in two_rank_spans:
         steps = [span.step for span in spans if span.op == Op.STEP]
         assert steps == list(range(len(SCENARIOS)))
+
+
+RESULT = """
+import os, weakref
+os.environ["PACELINE_PURE_PYTHON"] = "{pure}"
+import torch, torch.distributed as dist
+import paceline
+
+paceline.init()
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+next(iter(paceline.steps([0])))
+future = dist.all_reduce(torch.ones(1000), async_op=True).get_future()
+chained = future.then(lambda done: done.value()[0])
+kept = weakref.ref(future)
+del future
+print(chained.wait()[0].item(), kept())
+"""
+
+
+@pytest.mark.parametrize("pure", ["", "1"], ids=["built", "pure"])
+def test_a_result_that_nobody_waits_for_in_python_is_freed(
+    script: Script, library_of_process_groups: None, pure: str
+) -> None:
+    finished = script(RESULT.format(pure=pure))
+    assert finished.stdout == "1.0 None\n", finished.stderr

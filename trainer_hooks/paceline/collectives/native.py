@@ -23,6 +23,7 @@ from ctypes import (
 )
 from functools import partial, wraps
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from paceline.collectives.build import find_library, start_build
 from paceline.collectives.channels import Channels
@@ -116,7 +117,9 @@ class Library:
         # even after `finish`.
         self.started: list[NativeRecorder] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._futures: dict[int, tuple[Any, int]] = {}  # by id() of the future: address of its Work
+        # Address of the Work of each future. A future holds its result, and the script may never
+        # wait for it in Python: it must not live longer than without Paceline.
+        self._futures: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         work: Any = torch.distributed.Work
         self._replace(
             *(work, "wait"),
@@ -161,9 +164,7 @@ class Library:
         def get_future(work: Any) -> Any:
             future = original(work)
             if self.recorder is not None:
-                if len(self._futures) >= 1 << 12:
-                    self._futures.clear()
-                self._futures[id(future)] = (future, _address_of_work(work))
+                self._futures[future] = _address_of_work(work)
             return future
 
         return get_future
@@ -190,7 +191,7 @@ class Library:
 
     def _work_of_future(self, future: Any) -> int:
         """Return the address of the Work that a future belongs to; 0 if it is unknown."""
-        return self._futures.pop(id(future), (None, 0))[1]
+        return self._futures.pop(future, 0)
 
     def _waiting(self, original: Any, work_of: Any) -> Any:
         functions = self.functions

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from functools import wraps
 from time import perf_counter_ns
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from paceline.collectives.call import CommunicationCall
 from paceline.collectives.channels import Channels
@@ -62,7 +63,9 @@ class ProcessGroupRecorder:
         self._queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         self.channels = Channels(recorder, distributed_c10d)
         self._in_flight: dict[int, InFlight] = {}  # by id() of the Work, oldest first
-        self._futures: dict[int, tuple[Any, int]] = {}  # by id() of the future: id() of the Work
+        # id() of the Work of each future. A future holds its result, and the script may never wait
+        # for it in Python: it must not live longer than without Paceline.
+        self._futures: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         # by thread: the newest launch that no wait followed yet
         self._latest: dict[int, CommunicationCall] = {}
         # by thread, while it collects a batch
@@ -208,14 +211,12 @@ class ProcessGroupRecorder:
     def watch_future(self, work: Any, future: Any) -> None:
         """Remember which Work a future belongs to."""
         if id(work) in self._in_flight:
-            if len(self._futures) >= MAXIMUM_IN_FLIGHT:
-                self._futures.clear()
-            self._futures[id(future)] = (future, id(work))
+            self._futures[future] = id(work)
 
     def wait_for_future(self, future: Any, wait: Callable[[], Any]) -> Any:
         """Run `wait`, which blocks until `future` is complete, and record it."""
-        known = self._futures.pop(id(future), None)
-        found = None if known is None else self._in_flight.pop(known[1], None)
+        known = self._futures.pop(future, None)
+        found = None if known is None else self._in_flight.pop(known, None)
         return wait() if found is None else self._record_wait(found, wait)
 
     def _record_wait(self, in_flight: InFlight, wait: Callable[[], Any]) -> Any:
