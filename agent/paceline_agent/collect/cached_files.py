@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import resource
+import stat
 from collections.abc import Iterable
 
 _DAY_NS = 86_400 * 1_000_000_000
@@ -162,6 +163,30 @@ def read_once(location: Location, bytes_at_most: int = _ONCE_BYTES) -> bytes:
 def read_text_once(location: Location, bytes_at_most: int = _ONCE_BYTES) -> str:
     """Return the beginning of a file as text. Raises OSError."""
     return read_once(location, bytes_at_most).decode(errors="replace")
+
+
+def open_regular(path: Location, *, owner: int | None = None) -> int:
+    """Open a file whose path a user chose. Return its descriptor.
+
+    The agent may have more rights than that user, and to open a device or a FIFO is enough to
+    change it. So the file is checked before it is opened.
+
+    Args:
+        path: of the file.
+        owner: uid that it must belong to; None: any.
+
+    Raises:
+        PermissionError: it is a link, no regular file, or belongs to another user.
+        OSError: it cannot be opened.
+    """
+    found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(found)
+        if not stat.S_ISREG(status.st_mode) or owner not in (None, status.st_uid):
+            raise PermissionError(errno.EACCES, "it is no file of this user", os.fspath(path))
+        return os.open(f"/proc/self/fd/{found}", _FLAGS)
+    finally:
+        os.close(found)
 
 
 def entries(directory: Location) -> list[str]:

@@ -174,10 +174,10 @@ class NcclCollector(Collector):
 class _Inspected:
     """The Inspector file of one process."""
 
-    def __init__(self, path: Path, labels: dict[str, str]) -> None:
+    def __init__(self, path: Path, labels: dict[str, str], owner: int | None = None) -> None:
         self.path = path
         self._labels = labels
-        self._tail = Tail(path)
+        self._tail = Tail(path, owner=owner)
         self._performance = Performance(labels)
 
     def samples(self, now_ns: int) -> Iterator[Sample]:
@@ -258,27 +258,30 @@ class _NcclRank:
     def _find_files(self) -> None:
         """Search for the files that have not been found yet."""
         if self.inspected is None and (path := self._inspector_file()) is not None:
-            self.inspected = _Inspected(path, self._labels)
+            self.inspected = _Inspected(path, self._labels, self._process.user)
         if self._process.version is None:  # NCCL may not be loaded yet
             again = read_process(self._context.procfs_root, self._rank.pid)
             self._process = again or self._process
-        if self._log is None and (path := self._log_file()) is not None:
+        if self._log is None and (found := self._log_file()) is not None:
+            path, owner = found
             self._log = Tail(
                 path,
+                owner=owner,
                 look_bytes=_LOG_LOOK_BYTES,
                 first_bytes=_LOG_BYTES_AT_MOST,
                 lag_bytes=_LOG_BYTES_AT_MOST,
             )
 
-    def _log_file(self) -> Path | None:
-        """Return NCCL_DEBUG_FILE, or the log file that the supervisor writes."""
-        if not self._process.debugs:
+    def _log_file(self) -> tuple[Path, int | None] | None:
+        """Return NCCL_DEBUG_FILE and its owner, or the log file that the agent created."""
+        process, rank = self._process, self._rank
+        if not process.debugs:
             return None
-        if "NCCL_DEBUG_FILE" in self._process.environment:
-            return self._process.debug_file
-        rank = self._rank
+        if "NCCL_DEBUG_FILE" in process.environment:
+            path = process.debug_file
+            return None if path is None else (path, process.user)
         name = f"{rank.job}.g{rank.generation}.r{rank.rank}.log"
-        return self._context.node_directory / "logs" / name
+        return self._context.node_directory / "logs" / name, None
 
     def _inspector_file(self) -> Path | None:
         places = (self._process.inspector_directory, self._context.nccl_inspector_directory)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline_agent.collect.cached_files import open_regular
 from paceline_agent.collect.nccl.process import NcclProcess
 from paceline_wire import dumps
 
@@ -144,13 +145,11 @@ def _newest(process: NcclProcess, paths: list[Path]) -> TakenDump:
 def _read(path: Path, user: int) -> TakenDump:
     """Read a file only if it belongs to the rank's user; the agent may have more rights."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(path, owner=user)
     except OSError as error:
         raise DumpError(f"its dump {path.name} cannot be read: {error.strerror}") from error
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != user:
-            raise DumpError(f"{path.name} is no dump of that rank")
         if found.st_size > dumps.MAXIMUM_FILE_BYTES:
             raise DumpError(f"its dump has {found.st_size} bytes, which is too many to send")
         packed = dumps.pack(file.read(dumps.MAXIMUM_FILE_BYTES))

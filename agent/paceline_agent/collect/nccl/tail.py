@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from paceline_agent.collect.cached_files import open_regular
+
 LOOK_BYTES = 1 << 20
 FIRST_BYTES = 1 << 18
 
@@ -15,19 +17,22 @@ class Tail:
 
     One `read_lines` reads at most `look_bytes`, and at most `first_bytes` of the content from
     before the first call. If it is more than `lag_bytes` behind, it skips the rest
-    (`skipped_bytes`).
+    (`skipped_bytes`). A link, anything but a regular file, and a file of another user than `owner`
+    (None: any) is not read.
     """
 
     def __init__(
         self,
         path: Path,
         *,
+        owner: int | None = None,
         look_bytes: int = LOOK_BYTES,
         first_bytes: int = FIRST_BYTES,
         lag_bytes: int = 2 * LOOK_BYTES,
     ) -> None:
         self.path = path
         self.skipped_bytes = 0
+        self._owner = owner
         self._look_bytes = look_bytes
         self._first_bytes = first_bytes
         self._lag_bytes = lag_bytes
@@ -73,7 +78,7 @@ class Tail:
         return whole
 
     def _open(self) -> None:
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._descriptor = open_regular(self.path, owner=self._owner)
         size = os.fstat(self._descriptor).st_size
         self._seek(max(0, size - self._first_bytes))
         self._first_bytes = size + self._lag_bytes  # all of the file that replaces it is new

@@ -191,6 +191,15 @@ def test_a_debug_file_of_its_own(real, start, tmp_path, series):
     collector.close()
 
 
+def test_a_debug_file_that_leads_to_other_files_is_not_read(real, start, tmp_path, series):
+    rank = start(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(tmp_path / "nccl.log"))
+    shutil.copy(FIXTURES / "debug.log", tmp_path / "secret")
+    (tmp_path / "nccl.log").symlink_to(tmp_path / "secret")
+    collector = beside(real, rank)
+    assert not any("connections" in name for name in series(collector.collect(1)))
+    collector.close()
+
+
 def test_what_an_ended_rank_wrote_last_is_still_read(real, start, tmp_path, series):
     rank = start(NCCL_INSPECTOR_ENABLE="1", NCCL_INSPECTOR_DUMP_DIR=str(tmp_path))
     log = tmp_path / f"node-pid{rank.process.pid}.log"

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import ctypes
+import os
+
 import pytest
 
 from paceline_agent.collect.nccl.tail import Tail
+
+IN_OPEN = 0x20  # sys/inotify.h
 
 
 @pytest.fixture
@@ -83,3 +88,22 @@ def test_a_line_without_end_is_let_go(log):
     found = [line for _ in range(8) for line in tail.read_lines()]
     assert found == [b"next"]
     tail.close()
+
+
+def test_a_file_of_another_user_is_not_read(log):
+    log.write_bytes(b"one\n")
+    assert Tail(log, owner=os.getuid() + 1).read_lines() == []
+    tail = Tail(log, owner=os.getuid())
+    assert tail.read_lines() == [b"one"]
+    tail.close()
+
+
+def test_what_is_no_file_is_not_even_opened(log):
+    os.mkfifo(log)
+    libc = ctypes.CDLL(None)
+    notifications = libc.inotify_init1(os.O_NONBLOCK)
+    assert libc.inotify_add_watch(notifications, os.fsencode(log), IN_OPEN) > 0
+    assert Tail(log).read_lines() == []
+    with pytest.raises(BlockingIOError):
+        os.read(notifications, 4096)
+    os.close(notifications)
