@@ -36,15 +36,26 @@ def test_a_link_or_the_directory_of_another_user_is_refused(tmp_path: Path) -> N
             CopyDirectory(tmp_path / "elsewhere", "run")
 
 
+def test_a_directory_that_all_users_share_is_refused_and_stays_open(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(CheckpointError, match="open to all users"):
+        CopyDirectory(tmp_path, "run")
+    assert tmp_path.stat().st_mode & 0o7777 == 0o1777
+
+
 def test_runs_that_ended_long_ago_are_deleted(tmp_path: Path) -> None:
-    old, recent = (CopyDirectory(tmp_path, name) for name in ("old", "recent"))
+    old, recent = (CopyDirectory(tmp_path, digit * 32) for digit in "01")
+    other = tmp_path / "data"  # of the user
+    other.mkdir()
     for directory in (old, recent):
         directory.file(CopyName(1, 2, 3)).touch()
     ended = old.path.stat().st_mtime - ABANDONED_SECONDS - 60
-    os.utime(old.path, (ended, ended))
-    CopyDirectory(tmp_path, "own")
+    for path in (old.path, other):
+        os.utime(path, (ended, ended))
+    CopyDirectory(tmp_path, "2" * 32)
     assert not old.path.exists()
     assert recent.copies() == [CopyName(1, 2, 3)]
+    assert other.exists()
 
 
 def test_parts_of_processes_that_are_gone_are_deleted(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from paceline.checkpoints.errors import CheckpointError
 # Runs that copied nothing for so long have ended: their files are deleted by the next run.
 ABANDONED_SECONDS = 24 * 3600.0
 _NAME = re.compile(r"g(\d{8,})\.s(\d{12,})\.r(\d{6,})\.copy")
+_RUN = re.compile(r"[0-9a-f]{32}")  # as `layout.run_of` makes it
 
 
 class CopyName(NamedTuple):
@@ -45,7 +46,7 @@ class CopyDirectory:
         """Create the directory, and delete files of runs that ended long ago.
 
         Raises:
-            CheckpointError: it belongs to another user.
+            CheckpointError: it belongs to another user, or all users may write to it.
             OSError: it cannot be created.
         """
         _make_private(root)
@@ -118,12 +119,15 @@ def _make_private(path: Path) -> None:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise CheckpointError(f"{path} is not a directory of this user")
+    if found.st_mode & stat.S_IWOTH:  # such as /dev/shm itself, of root
+        raise CheckpointError(f"{path} is open to all users: name a directory of your own in it")
     if stat.S_IMODE(found.st_mode) != 0o700:
         path.chmod(0o700)
 
 
 def _delete_abandoned(root: Path, own: Path) -> None:
-    for path in root.iterdir():
+    """Delete the directories of runs that ended long ago, and nothing else that is in the root."""
+    for path in filter(lambda each: _RUN.fullmatch(each.name), root.iterdir()):
         try:  # a rename in the directory is a change of it
             age = time.time() - path.lstat().st_mtime
         except OSError:  # deleted by another process
