@@ -45,7 +45,7 @@ def test_a_directory_that_all_users_share_is_refused_and_stays_open(tmp_path: Pa
 
 def test_runs_that_ended_long_ago_are_deleted(tmp_path: Path) -> None:
     old, recent = (CopyDirectory(tmp_path, digit * 32) for digit in "01")
-    other = tmp_path / "data"  # of the user
+    other = tmp_path / "data"  # the user has put it there
     other.mkdir()
     for directory in (old, recent):
         directory.file(CopyName(1, 2, 3)).touch()
