@@ -56,6 +56,10 @@ def test_lightning(run_ranks: Run, tmp_path: Path) -> None:
     assert not rows[0] & rows[1]
 
 
+def test_a_request_replaces_no_checkpoint_that_lightnings_last_one_links_to(run_ranks: Run) -> None:
+    run_ranks("lightning_link.py", "lightning", ranks=1)
+
+
 @pytest.mark.campaign
 def test_a_rank_that_lightning_stops_on_sigterm_is_reported_with_the_signal(
     run_ranks: Run, tmp_path: Path

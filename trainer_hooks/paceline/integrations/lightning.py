@@ -6,8 +6,8 @@
 
 With `PACELINE=1`, or after `paceline.init()`, each Trainer has it and needs no line. A step is one
 optimizer step, with all batches of its gradient accumulation; its number is `trainer.global_step`.
-A request of the server becomes `last.ckpt` beside the Trainer's other checkpoints, from which
-`fit(ckpt_path="last")` resumes, and `trainer.should_stop`.
+A request of the server becomes `last.ckpt` (`last-requested.ckpt`, if that is a link) beside the
+Trainer's other checkpoints, from which `fit(ckpt_path="last")` resumes, and `trainer.should_stop`.
 """
 
 from __future__ import annotations
@@ -111,9 +111,20 @@ def _follow_requests(trainer: Any) -> None:
     if should_checkpoint(trainer.global_step):
         own = trainer.checkpoint_callback
         directory = getattr(own, "dirpath", None) or trainer.default_root_dir
-        trainer.save_checkpoint(os.path.join(directory, "last.ckpt"))
+        trainer.save_checkpoint(os.path.join(directory, _name_of_last(trainer)))
     if should_stop(trainer.global_step):
         trainer.should_stop = True
+
+
+def _name_of_last(trainer: Any) -> str:
+    """Return a name that `ckpt_path="last"` finds.
+
+    With `save_last="link"`, `last.ckpt` is a link: a save would replace the checkpoint behind it.
+    """
+    is_link = any(
+        getattr(each, "save_last", None) == "link" for each in trainer.checkpoint_callbacks
+    )
+    return "last-requested.ckpt" if is_link else "last.ckpt"
 
 
 def callbacks() -> list[LightningCallback]:
