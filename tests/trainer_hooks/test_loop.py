@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -143,6 +144,23 @@ def test_a_loader_wrapped_before_init_is_recorded(ring_directory: Path) -> None:
 def test_a_wrapped_loader_can_be_pickled_and_continues(reader: RingReader) -> None:
     list(pickle.loads(pickle.dumps(paceline.steps([0, 1]))))
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1]
+
+
+class Batch:
+    """A batch that a weak reference can watch."""
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_batch_that_the_script_frees_is_not_kept(reader: RingReader, nested: bool) -> None:
+    outer = iter(paceline.steps([0]))
+    if nested:
+        next(outer)
+    freed = []
+    for batch in paceline.steps(Batch() for _ in range(2)):
+        kept = weakref.ref(batch)
+        del batch
+        freed.append(kept() is None)
+    assert freed == [True, True]
 
 
 def test_a_nested_loop_records_no_steps(reader: RingReader) -> None:

@@ -69,21 +69,21 @@ class Resumable(Protocol):
 
 def iterate(loader: Iterable[Batch], state: Resumable | None) -> Iterator[Batch]:
     """Yield the loader's batches without recording the steps."""
-    if state is None:
-        for batch in loader:
-            yield batch  # `yield from` would close the loader's own iterator
-        return
-    batches = state.begin(loader)
+    # `yield from` would close the loader's own iterator.
+    batches = iter(loader) if state is None else state.begin(loader)
+    fetched: list[Batch] = []
     try:
-        while not state.boundary():
+        while state is None or not state.boundary():
             try:
-                batch = next(batches)
+                fetched.append(next(batches))
             except StopIteration:
                 return
-            state.took()
-            yield batch
+            if state is not None:
+                state.took()
+            yield fetched.pop()  # only the script holds it during its step
     finally:
-        state.end()
+        if state is not None:
+            state.end()
 
 
 class Loop:
@@ -261,6 +261,7 @@ class Loop:
         if self.is_open and not self.is_explicit:  # recognized until now
             self._leave()
         self.is_running = True
+        fetched: list[Batch] = []
         try:
             if state is None:
                 batches = iter(loader)
@@ -284,7 +285,7 @@ class Loop:
                     self.end_step()
                 self.begin_wait()
                 try:
-                    batch = next(batches)
+                    fetched.append(next(batches))
                 except StopIteration:
                     self.cancel_wait()
                     return
@@ -292,10 +293,10 @@ class Loop:
                     self.cancel_wait()
                     raise
                 self.end_wait()
-                self.work.add(batch)
+                self.work.add(fetched[0])
                 if state is not None:
                     state.took()
-                yield batch
+                yield fetched.pop()  # only the script holds it during its step
         finally:
             self.is_running = False
             if state is not None:
