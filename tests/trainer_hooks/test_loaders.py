@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch.utils.data import DataLoader
+
 import paceline
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
@@ -78,3 +80,12 @@ print(len(seeds))
 def test_persistent_workers_of_a_loader_that_each_epoch_wraps_again_stay(script: Script) -> None:
     finished = script(PERSISTENT_WORKERS)
     assert finished.stdout == "1\n", finished.stderr
+
+
+def test_a_data_loader_whose_class_has_no_other_subclass_is_wrapped() -> None:
+    class Loader(DataLoader[int]):
+        def __init_subclass__(cls, *, name: str) -> None:
+            raise AssertionError("not called without a name")
+
+    wrapped = paceline.steps(Loader([1, 2, 3], batch_size=2))  # type: ignore[arg-type]
+    assert len(wrapped) == len(list(wrapped)) == 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 from paceline.loop import Loop, Resumable, iterate
@@ -40,12 +41,11 @@ def count_steps(
     iterations are those of the loader itself, whose position may be part of it.
     """
     data = sys.modules.get("torch.utils.data")
-    counted: Any = None
     if state is None and data is not None and isinstance(loader, data.DataLoader):
-        counted = _counted_loader(type(loader), vars(loader), find_loop, Start(start))
-    else:
-        counted = Steps(loader, find_loop, start, state)
-    return cast(Loader, counted)
+        with suppress(TypeError):  # its class does not allow this subclass
+            counted = _counted_loader(type(loader), vars(loader), find_loop, Start(start))
+            return cast(Loader, counted)
+    return cast(Loader, Steps(loader, find_loop, start, state))
 
 
 def _counted_loader(
