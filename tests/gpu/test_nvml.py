@@ -49,7 +49,7 @@ def test_readings_agree_with_nvidia_smi(collected: dict[str, Any]) -> None:
 
 
 def test_the_hooks_name_the_gpu_by_its_uuid() -> None:
-    from paceline.environment import _current_gpu_uuid  # noqa: PLC0415 (a test of internals)
+    from paceline.environment import _used_gpu_uuid  # noqa: PLC0415 (a test of internals)
 
     torch.cuda.init()
-    assert _current_gpu_uuid() == nvidia_smi()["uuid"]
+    assert _used_gpu_uuid() == nvidia_smi()["uuid"]

@@ -34,7 +34,8 @@ class Device:
                 assert enable_timing
                 device.created += 1
 
-            def record(self) -> None:
+            def record(self, stream: str) -> None:
+                assert stream == "stream of 1", "an event of another device creates a context"
                 self.at_ms = device.next_ms
 
             def query(self) -> bool:
@@ -49,6 +50,9 @@ class Device:
                 return float(end.at_ms - self.at_ms)
 
         self.Event = Event
+
+    def current_stream(self, device: int) -> str:
+        return f"stream of {device}"
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
@@ -67,7 +71,7 @@ def device() -> Device:
 
 @pytest.fixture
 def timer(device: Device, ring: Recorder) -> DeviceTimer:
-    return DeviceTimer(device, ring)
+    return DeviceTimer(device, ring, 1)
 
 
 def spans(ring: Recorder) -> list[Span]:

@@ -170,7 +170,13 @@ def test_the_allocator_is_read_at_the_end_of_each_phase(
         "reserved_bytes.all.current": 1000,
         "inactive_split_bytes.all.current": 100,
     }
-    cuda = types.SimpleNamespace(is_initialized=lambda: True, memory_stats=lambda: numbers)
+    rank = 1  # its device need not be the current one
+    cuda = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        memory_allocated=lambda index: 500 if index == rank else 0,
+        memory_stats=lambda index: numbers if index == rank else {},
+    )
     monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
     meter = MemoryMeter(ring)
     meter.phase_ends(MemoryKind.AFTER_FORWARD)

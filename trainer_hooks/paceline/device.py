@@ -1,6 +1,6 @@
 """Timing on a CUDA device with pooled events that are polled later and never waited for.
 
-A timed block records one event on the current stream at its start and one at its end. At
+A timed block records one event on the device's current stream at its start and one at its end. At
 later step boundaries, pairs that the device has completed become records; the rest stay queued.
 
 Device time is mapped to the host's clock through an anchor: an event whose host time is known.
@@ -32,6 +32,8 @@ class Cuda(Protocol):
 
     def is_current_stream_capturing(self) -> bool: ...
 
+    def current_stream(self, device: int) -> Any: ...
+
 
 class DeviceTimer:
     """The events of one process's device, and the records that wait for them.
@@ -40,16 +42,18 @@ class DeviceTimer:
     measures.
     """
 
-    def __init__(self, cuda: Cuda, recorder: Recorder) -> None:
+    def __init__(self, cuda: Cuda, recorder: Recorder, device: int) -> None:
+        """`device`: index, see `cuda.device_in_use`."""
         self._cuda = cuda
         self._recorder = recorder
+        self._device = device
         self._free: list[Event] = []
         self._queue: deque[DeviceRow] = deque()
         self._reports: deque[tuple[Event, int, tuple[SupportsFloat | None, ...]]] = deque()
         self._next_anchor: tuple[Event, int] | None = None
         self.dropped = 0  # pairs beyond MAXIMUM_QUEUED
         self._anchor: Event = cuda.Event(enable_timing=True)
-        self._anchor.record()
+        self._anchor.record(cuda.current_stream(device))
         self._anchor.synchronize()
         self._anchor_ns = perf_counter_ns()
 
@@ -59,11 +63,11 @@ class DeviceTimer:
         return self._anchor, self._anchor_ns
 
     def mark(self) -> Event | None:
-        """Record an event on the current stream; None while a CUDA graph is captured."""
+        """Record an event on the device's current stream; None while a CUDA graph is captured."""
         if self._cuda.is_current_stream_capturing():
             return None
         event: Event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._cuda.current_stream(self._device))
         return event
 
     def release(self, event: Event) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.cuda import device_in_use, initialized_cuda
 from paceline_wire.job_name import as_job_name
 from paceline_wire.metadata import (
     KUBERNETES_JOB,
@@ -315,7 +316,7 @@ def read_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
         world_size=world_size,
         topology=topology,
         capacity=_integer(environment, "PACELINE_RING_CAPACITY", DEFAULT_CAPACITY),
-        gpu_uuid=environment.get("PACELINE_GPU_UUID") or _current_gpu_uuid(),
+        gpu_uuid=environment.get("PACELINE_GPU_UUID") or _used_gpu_uuid(),
     )
 
 
@@ -657,15 +658,14 @@ def _generation(environment: Mapping[str, str]) -> int:
     return first + _integer(environment, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
-def _current_gpu_uuid() -> str | None:
-    """Return the UUID of the current GPU if the script has already created a CUDA context.
-
-    Creating one here could use the wrong GPU.
-    """
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is None or not cuda.is_initialized():
+def _used_gpu_uuid() -> str | None:
+    """Return the UUID of the rank's GPU if the script has already created a CUDA context."""
+    cuda = initialized_cuda()
+    if cuda is None:
         return None
-    uuid = getattr(cuda.get_device_properties(cuda.current_device()), "uuid", None)
+    used = device_in_use(cuda)
+    device = cuda.current_device() if used is None else used
+    uuid = getattr(cuda.get_device_properties(device), "uuid", None)
     return None if uuid is None else f"GPU-{uuid}"
 
 

@@ -6,10 +6,10 @@ the device nor changes them. The peak is since the start, or since the script re
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
+from paceline.cuda import device_in_use, initialized_cuda
 from paceline.recorder import Recorder
 from paceline.writer.interface import NO_CHUNK
 from paceline_wire.spans import NONE_32, MemoryKind, Op
@@ -85,10 +85,10 @@ def write_value(recorder: Recorder, op: int, value: int, kind: int = 0) -> None:
 
 def _statistics() -> dict[str, int]:
     """Return the allocator's statistics; empty without a device in use."""
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is None or not cuda.is_initialized():
+    cuda = initialized_cuda()
+    if cuda is None or (device := device_in_use(cuda)) is None:
         return {}
-    statistics: dict[str, int] = cuda.memory_stats()
+    statistics: dict[str, int] = cuda.memory_stats(device)
     return {name: statistics.get(name, 0) for name in _STATISTICS.values()}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from paceline.collectives.coverage import reason_of_backend
 from paceline.collectives.native import NativeRecorder
 from paceline.collectives.process_groups import ProcessGroupRecorder
+from paceline.cuda import device_in_use, initialized_cuda
 from paceline.device import (
     DeviceForward,
     DevicePipelining,
@@ -291,8 +292,7 @@ class Session:
         metadata = {"steps": self.recognition.describe()}
         if self.loop.work.source is not None:
             metadata["counted_from"] = self.loop.work.source
-        cuda = sys.modules.get("torch.cuda")
-        if cuda is not None and cuda.is_initialized():
+        if (cuda := initialized_cuda()) is not None:
             metadata["gpu_name"] = cuda.get_device_name()
         self.update(source="steps", metadata=metadata)
 
@@ -410,8 +410,10 @@ class Session:
         """Resolve device events before each step; start using the device once the script does."""
         if self.timer is not None:
             self.timer.resolve()
-        elif (cuda := sys.modules.get("torch.cuda")) is not None and cuda.is_initialized():
-            self.timer = self.recorder.timer = DeviceTimer(cuda, self.recorder)
+        elif (cuda := initialized_cuda()) is not None and (
+            device := device_in_use(cuda)
+        ) is not None:
+            self.timer = self.recorder.timer = DeviceTimer(cuda, self.recorder, device)
             for actions in (*self.actions, *self.sized_actions, *self.recognized_actions):
                 actions.clear()
             self.recorder.sections.clear()
