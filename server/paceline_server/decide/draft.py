@@ -60,6 +60,7 @@ class Draft:
         self._actions = {action.action_id: action for action in view.actions}
         self._commands: list[IssuedCommand] = []
         self._launch_requests: list[LaunchRequest] = []
+        self._withdrawn_launches: list[str] = []
         self._audit: list[AuditEntry] = []
 
     @property
@@ -109,6 +110,10 @@ class Draft:
         """Ask the launcher that owns the job, once the request is committed."""
         self._launch_requests.append(request)
 
+    def withdraw_launch(self, action_id: str) -> None:
+        """Withdraw the request for a restart: the commit fails if it has begun meanwhile."""
+        self._withdrawn_launches.append(action_id)
+
     def audit(self, actor: str, verb: str, subject: str, detail: str = "") -> None:
         self._audit.append(AuditEntry(actor=actor, verb=verb, subject=subject, detail=detail))
 
@@ -141,6 +146,7 @@ class Draft:
             ],
             commands=self._commands,
             launch_requests=self._launch_requests,
+            withdrawn_launches=self._withdrawn_launches,
             quarantine=self.quarantine,
             restarted=self.restarted,
             experience=self.experience if self.experience != view.experience else None,

@@ -172,10 +172,28 @@ def resolve_repaired(draft: Draft) -> None:
         if len(current) == len(findings) and incident.state == "open":
             continue
         resolve(draft, incident, f"Generation {draft.generation} makes progress.")
-        serious = [finding for finding in current if finding.severity != "info"]
-        if serious:
-            *symptoms, strongest = sorted(serious, key=strength)
-            open_incident(draft, strongest, symptoms)
+        _open_again(draft, current)
+
+
+def release(draft: Draft, action_id: str, why: str) -> None:
+    """After a repair was withdrawn: resolve the incidents that are over, and reopen the others."""
+    for incident in draft.incidents():
+        if incident.state != "mitigating" or action_id not in incident.action_ids:
+            continue
+        if incident.finding.cleared:
+            resolve(draft, incident, why)
+            _open_again(draft, live_findings(incident))
+        else:
+            others = [other for other in incident.action_ids if other != action_id]
+            draft.put_incident(replace(incident, state="open", action_ids=others))
+
+
+def _open_again(draft: Draft, findings: Iterable[Finding]) -> None:
+    """Open an incident for the findings that outlast the one they were added to."""
+    serious = [finding for finding in findings if finding.severity != "info"]
+    if serious:
+        *symptoms, strongest = sorted(serious, key=strength)
+        open_incident(draft, strongest, symptoms)
 
 
 def _key(finding: Finding) -> tuple[int, str]:

@@ -297,6 +297,7 @@ class LaunchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     state: LaunchState = "waiting"
     detail: str = ""
+    has_begun: bool = False  # restart: the launcher may have been asked, so it must be finished
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -317,6 +318,7 @@ class Decision(msgspec.Struct, kw_only=True):
     actions: list[ActionView] = []
     commands: list[IssuedCommand] = []
     launch_requests: list[LaunchRequest] = []
+    withdrawn_launches: list[str] = []  # ids of the actions whose restart is no longer requested
     quarantine: dict[str, str] = {}  # agent_id -> reason
     restarted: Restarted | None = None
     experience: Experience | None = None

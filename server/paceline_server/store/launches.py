@@ -14,6 +14,10 @@ from paceline_server.store.models import ActionRow, LaunchRow
 _TEXT = 1000  # characters of a detail
 
 
+class WithdrawnError(Exception):
+    """The request was withdrawn, so nothing may be done for it any more."""
+
+
 def request(session: Session, job_id: str, intent: LaunchRequest, now_ns: int) -> None:
     """Store a request. An action has one of each kind: a repeated one changes nothing."""
     session.execute(
@@ -65,11 +69,32 @@ def record(
     next_ns: int,
     finished_ns: int | None,
 ) -> bool:
-    """Store what the launcher showed; return whether that is news."""
-    result = LaunchResult(state=result.state, detail=result.detail.replace("\0", "")[:_TEXT])
-    session.execute(
+    """Store what the launcher showed; return whether that is news. Raises WithdrawnError."""
+    result = LaunchResult(
+        state=result.state,
+        detail=result.detail.replace("\0", "")[:_TEXT],
+        has_begun=result.has_begun or row.result.has_begun,
+    )
+    recorded = session.scalar(
         update(LaunchRow)
         .where(LaunchRow.action_id == row.action_id, LaunchRow.kind == row.kind)
+        .where(LaunchRow.finished_ns.is_(None))
         .values(result=result, next_ns=next_ns, finished_ns=finished_ns)
+        .returning(LaunchRow.action_id)
     )
+    if recorded is None:
+        raise WithdrawnError(row.action_id)
     return result != row.result
+
+
+def withdraw(session: Session, action_id: str, now_ns: int) -> bool:
+    """Finish a request for a restart, unless it has begun; return whether nothing was done for it.
+
+    The launch thread cannot begin it meanwhile, because there is one writer at a time.
+    """
+    row = session.get(LaunchRow, (action_id, "restart"))
+    if row is not None and (row.result.has_begun or row.finished_ns is not None):
+        return False
+    if row is not None:
+        row.finished_ns = now_ns
+    return True

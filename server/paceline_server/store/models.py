@@ -455,7 +455,10 @@ class AcknowledgementRow(Base):
 
 
 class LaunchRow(Base):
-    """A request to the launcher that owns a job. The launch thread writes all but the request."""
+    """A request to the launcher that owns a job.
+
+    The launch thread writes all but the request, and the end of one that is withdrawn.
+    """
 
     __tablename__ = "launches"
     __table_args__ = (Index(None, "job_id"), Index(None, "finished_ns"))

@@ -23,7 +23,7 @@ from paceline_server.decide.types import Acknowledged, ActionView, Decision, Inc
 from paceline_server.engine.types import Placement
 from paceline_server.lag import lag_seconds
 from paceline_server.steps.types import StepSummary
-from paceline_server.store import audit, models, recoveries
+from paceline_server.store import audit, launches, models, recoveries
 from paceline_server.store.changes import record_change, record_changes
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
@@ -129,6 +129,7 @@ def write_commit(
     _write_actions(session, snapshot, decision, targets.actions, now_ns, lag)
     launcher = None if snapshot.launch is None else snapshot.launch.launcher
     recoveries.record(session, job_id, decision.actions, launcher)
+    _withdraw_launches(session, decision, now_ns)
     act(session, job_id, decision, over, now_ns)
     _quarantine(session, decision)
     insert_steps(session, job_id, commit.steps)
@@ -312,6 +313,12 @@ def _replace_action(session: Session, row: dict[str, object], version: int) -> N
     )
     if replaced is None:
         raise ConflictError(f"action {row['id']} was approved or rejected meanwhile")
+
+
+def _withdraw_launches(session: Session, decision: Decision, now_ns: int) -> None:
+    for action_id in decision.withdrawn_launches:
+        if not launches.withdraw(session, action_id, now_ns):
+            raise ConflictError(f"the restart of action {action_id} has begun meanwhile")
 
 
 def _action_row(job_id: str, view: ActionView) -> dict[str, object]:

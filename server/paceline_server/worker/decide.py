@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline_server.decide.decide import decide as decide_job
-from paceline_server.decide.types import Decision, JobView, RankView
+from paceline_server.decide.restart.launch import can_be_withdrawn
+from paceline_server.decide.types import ActionView, Decision, JobView, LaunchResult, RankView
 from paceline_server.engine.types import Outcome
 from paceline_server.store.log import FINISHED
 from paceline_server.worker.detect import Detected
@@ -88,12 +89,17 @@ def decided_columns(
     return replace(columns, finished_ns=finished_ns, ledger=memory.engine.ledger(finished_ns))
 
 
-def is_ending_generation(snapshot: Snapshot, decision: Decision, generation: int) -> bool:
-    """Return whether an action is stopping the ranks of `generation`."""
-    actions = {action.action_id: action for action in (*snapshot.actions, *decision.actions)}
+def is_ending_generation(snapshot: Snapshot) -> bool:
+    """Return whether an action is stopping the ranks of the current generation."""
     return any(
         action.state == "running"
         and action.kind in ("restart", "stop")
-        and action.generation == generation
-        for action in actions.values()
+        and action.generation == snapshot.columns.generation
+        and not action.is_waiting
+        and not can_be_withdrawn(action, _restart_result(snapshot, action))
+        for action in snapshot.actions
     )
+
+
+def _restart_result(snapshot: Snapshot, action: ActionView) -> LaunchResult:
+    return snapshot.launch_results.get((action.action_id, "restart"), LaunchResult())

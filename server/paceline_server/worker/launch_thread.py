@@ -5,11 +5,13 @@
 The lease is confirmed in the database before each external action, and each pass does at most one
 action per request. So a process that was paused cannot repeat what its successor has done, unless
 it was paused in the moment between the two; a process that is killed leaves nothing that the next
-one does not observe.
+one does not observe. The same transaction records that the request has begun: until then the
+decision may withdraw it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -104,7 +106,8 @@ class LaunchThread(LeasedThread):
             if self._stop.is_set():
                 return False
             if row.next_ns - self._now_ns() <= 0:
-                self._carry_out(row)
+                with contextlib.suppress(launches.WithdrawnError):
+                    self._carry_out(row)
             is_busy |= row.kind == "restart"
         return is_busy
 
@@ -130,7 +133,7 @@ class LaunchThread(LeasedThread):
             _log.warning("%s of action %s is repeated: %s", intent.kind, intent.action_id, error)
             result = LaunchResult(detail=str(error))
             self._record(row, result, self._now_ns() + _RETRY_NS)
-        except (SQLAlchemyError, LeaseLostError):
+        except (SQLAlchemyError, LeaseLostError, launches.WithdrawnError):
             raise
         except Exception as error:
             # A failing backend must not end the thread, which carries out all other requests.
@@ -139,7 +142,10 @@ class LaunchThread(LeasedThread):
             self._record(row, LaunchResult(detail=detail), self._now_ns() + _RETRY_NS)
 
     def _advance(self, row: LaunchRow, intent: LaunchRequest, launcher: Launcher) -> None:
-        """Observe the request, and begin what is due. Raises LauncherError."""
+        """Observe the request, and begin what is due.
+
+        Raises LauncherError, or WithdrawnError before anything has begun.
+        """
         seen = launcher.observe(intent)
         now_ns = self._now_ns()
         if intent.kind == "check":
@@ -150,9 +156,11 @@ class LaunchThread(LeasedThread):
         is_final = state != "waiting"
         is_slow = now_ns - row.created_ns > _QUEUED_AFTER_NS
         next_ns = now_ns + (_QUEUED_NS if is_slow else _BEGUN_NS)
-        self._record(row, LaunchResult(state=state, detail=seen.detail), next_ns, is_final=is_final)
+        result = LaunchResult(state=state, detail=seen.detail, has_begun=not is_final)
+        self._record(row, result, next_ns, is_final=is_final)
         if not is_final:
-            launcher.begin(intent, seen)  # the lease was confirmed by the transaction above
+            # The transaction above has confirmed the lease, and that the request may begin.
+            launcher.begin(intent, seen)
 
     def _record(
         self, row: LaunchRow, result: LaunchResult, next_ns: int, *, is_final: bool = False

@@ -131,6 +131,11 @@ class JobWorker:
         return feed(self._memory, snapshot, self._metrics)
 
     def detect(self, snapshot: Snapshot, fed: Fed, now_ns: int) -> Detected:
+        # While the generation is being stopped its silent ranks are no problem.
+        if is_ending_generation(snapshot):
+            self._memory.engine.suspend()
+        else:
+            self._memory.engine.resume()
         return detect(self._memory, snapshot, fed, now_ns)
 
     def decide(self, snapshot: Snapshot, detected: Detected, now_ns: int) -> Decision:
@@ -167,7 +172,6 @@ class JobWorker:
                 self._fence(session, now_ns)
                 write_commit(session, snapshot, commit, self._settings.alert_targets, now_ns)
             self._committed(snapshot.job_id, commit, now_ns)
-        self._suspend_detection(snapshot, commit)
         return TickResult(
             is_finished=commit.columns.state in FINISHED,
             wrote=due,
@@ -215,16 +219,6 @@ class JobWorker:
         self._memory.ranks = RankRows(commit.placement.generation, rows)
         self._memory.engine.place(commit.placement)
         self._engine_memory_ns = 0
-
-    def _suspend_detection(self, snapshot: Snapshot, commit: Commit) -> None:
-        """Suspend detection while the current generation is being stopped: its silent ranks are no
-        problem."""
-        columns = commit.columns
-        ending = is_ending_generation(snapshot, commit.decision, columns.generation)
-        if ending or columns.state in FINISHED:
-            self._memory.engine.suspend()
-        else:
-            self._memory.engine.resume()
 
     def _fence(self, session: Session, now_ns: int) -> None:
         lease = self._lease

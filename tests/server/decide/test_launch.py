@@ -31,6 +31,7 @@ class LaunchedWorld(World):
         self.requests: list[LaunchRequest] = []
         self.answers_of_launcher: dict[tuple[str, LaunchKind], LaunchResult] = {}
         self.is_superseded = False
+        self.withdrawn: list[str] = []
         self.until_running(1)
         self.run(10.0)
         self.commands.clear()
@@ -48,6 +49,20 @@ class LaunchedWorld(World):
     def _apply(self, decision: Decision) -> None:
         super()._apply(decision)
         self.requests += decision.launch_requests
+        self.withdrawn += decision.withdrawn_launches
+
+    def hang_until_launch(self) -> None:
+        """Have rank 3 hang until its launcher was asked for a restart."""
+        self.hang(3)
+        self.until(lambda: self.phase() == "launch")
+
+    def continue_training(self) -> None:
+        """End the hang, and have its finding cleared once steps finish."""
+        for process in self.processes():
+            process.hung = False
+        self.run(2.0)
+        (incident,) = self.open_incidents()
+        self.tick((replace(incident.finding, cleared=True),))
 
     def answer(self, kind: LaunchKind, state: LaunchState, detail: str = "") -> None:
         """Have the launcher answer the newest request."""
@@ -292,3 +307,69 @@ def test_an_approved_plan_ends_with_the_ranks_that_it_would_stop() -> None:
         world.crash(rank)
     world.run(5.0)
     assert world.actions[planned.action_id].state == "superseded"
+
+
+def test_a_restart_is_withdrawn_if_the_job_trains_again_before_it_has_begun(
+    world: LaunchedWorld,
+) -> None:
+    world.hang_until_launch()
+    world.answer("restart", "waiting", "Slurm did not answer within 10 s.")
+    world.run(60.0)
+    assert world.one_action("restart").state == "running", "it still hangs"
+    world.continue_training()
+    action = world.one_action("restart")
+    assert (action.state, action.finished_ns) == ("superseded", world.now_ns)
+    assert world.withdrawn == [action.action_id]
+    assert "policy: withdrawn " + action.action_id in world.story()
+    assert (world.state, world.open_incidents()) == ("running", [])
+    world.run(60.0)
+    assert len(world.requests) == 1, "nothing else was wrong"
+    world.hang_until_launch()
+    assert len(world.requests) == 2, "the next hang is repaired"
+
+
+def test_a_restart_that_has_begun_is_finished(world: LaunchedWorld) -> None:
+    world.hang_until_launch()
+    (request,) = world.requests
+    begun = LaunchResult(detail="Slurm can requeue job 7.", has_begun=True)
+    world.answers_of_launcher[request.action_id, "restart"] = begun
+    world.continue_training()
+    world.run(10.0)
+    assert (world.phase(), world.withdrawn) == ("launch", [])
+
+
+def test_a_restart_is_not_withdrawn_while_a_rank_is_dead(world: LaunchedWorld) -> None:
+    world.hang_until_launch()
+    world.crash(5)
+    world.continue_training()
+    world.run(10.0)
+    assert (world.phase(), world.withdrawn) == ("launch", [])
+
+
+def test_another_problem_outlasts_a_restart_that_is_withdrawn(world: LaunchedWorld) -> None:
+    world.hang_until_launch()
+    world.tick((world.finding(summary="Rank 2 is slow."),))
+    world.continue_training()
+    (incident,) = world.open_incidents()
+    assert (incident.state, incident.finding.kind) == ("open", "straggler")
+    assert world.requests[-1].kind == "check", "it is treated on its own"
+
+
+def test_the_checkpoint_is_canceled_before_the_restart_is_withdrawn(world: LaunchedWorld) -> None:
+    world.answers = False
+    world.tick((world.finding(),))
+    world.answer("check", "done")
+    world.until(lambda: world.phase() == "checkpoint")
+    world.hang_until_launch()
+    for process in world.processes():
+        process.hung = False
+    world.run(2.0)
+    (incident,) = world.open_incidents()
+    cleared = [replace(one, cleared=True) for one in (incident.finding, *incident.symptoms)]
+    world.run(5.0, tuple(cleared))
+    assert world.withdrawn == [], "a rank may still save and stop"
+    kinds = [one.command.kind for one in world.commands if isinstance(one.command, ControlRanks)]
+    assert kinds == ["checkpoint_and_stop"] * 4 + ["cancel"] * 4
+    world.answers = True
+    world.run(2.0)
+    assert (len(world.withdrawn), world.state) == (1, "running")

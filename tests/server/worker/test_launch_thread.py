@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Self
 
 import pytest
@@ -11,7 +11,11 @@ from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import ActionView, LaunchRequest, LaunchResult
 from paceline_server.engine.types import Launch
-from paceline_server.launchers.contract import LauncherParts, ShownRequest
+from paceline_server.launchers.contract import (
+    LauncherParts,
+    LauncherUnavailableError,
+    ShownRequest,
+)
 from paceline_server.store import launches
 from paceline_server.store.database import Database
 from paceline_server.store.models import ActionRow, LaunchRow
@@ -102,3 +106,79 @@ def test_a_backend_that_fails_does_not_end_the_requests_to_others(
     assert failed.state == "waiting", "it is repeated"
     assert "unreadable: ValueError" in failed.detail
     assert done.state == "done"
+
+
+class AbsentLauncher(ReadyLauncher):
+    """A launcher that does not answer at first."""
+
+    name: ClassVar[str] = "absent"
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.answers = False
+        self.before_it_answers: Callable[[], None] = lambda: None
+
+    def observe(self, _request: LaunchRequest) -> ShownRequest:
+        if not self.answers:
+            raise LauncherUnavailableError("It does not answer.")
+        self.before_it_answers()
+        return ShownRequest(state="ready", detail="It can be restarted.")
+
+    def begin(self, request: LaunchRequest, _seen: ShownRequest) -> None:
+        self.begun.append(request.action_id)
+
+
+class Absence:
+    """A request to a launcher that does not answer, and the thread that carries it out."""
+
+    def __init__(self, database: Database) -> None:
+        self.database, self.launcher, self.now_ns = database, AbsentLauncher(), START_NS
+        with database.write() as session:
+            session.add(toy_job("job-1", state="recovering", watched=True))
+            session.flush()
+            request(session, "act-0", AbsentLauncher.name, START_NS)
+        backends = {AbsentLauncher.name: self.launcher}
+        self.thread = LaunchThread(
+            database, CommitSignals(), "me", 10**12, backends, lambda: self.now_ns
+        )
+
+    def run_pass(self) -> None:
+        self.now_ns += 10_000_000_000
+        self.thread.run_pass()
+
+    def withdraw(self) -> bool:
+        with self.database.write() as session:
+            return launches.withdraw(session, "act-0", self.now_ns)
+
+
+@pytest.fixture
+def absence(database: Database) -> Absence:
+    return Absence(database)
+
+
+def test_a_request_is_withdrawn_while_the_launcher_does_not_answer(absence: Absence) -> None:
+    absence.run_pass()
+    assert absence.withdraw()
+    absence.launcher.answers = True
+    absence.run_pass()
+    assert absence.launcher.begun == []
+
+
+def test_a_request_that_has_begun_is_not_withdrawn(absence: Absence) -> None:
+    absence.launcher.answers = True
+    absence.run_pass()
+    assert absence.launcher.begun == ["act-0"]
+    assert not absence.withdraw()
+    absence.launcher.answers = False
+    absence.run_pass()
+    assert not absence.withdraw(), "it does not answer, and may carry the request out"
+
+
+def test_a_request_that_is_withdrawn_while_it_is_observed_does_not_begin(absence: Absence) -> None:
+    absence.launcher.answers = True
+    withdrawals: list[bool] = []
+    absence.launcher.before_it_answers = lambda: withdrawals.append(absence.withdraw())
+    absence.run_pass()
+    assert withdrawals == [True]
+    absence.run_pass()
+    assert absence.launcher.begun == []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 from prometheus_client import CollectorRegistry
 from sqlalchemy import select
 
+from paceline_server.decide.progress import ActionProgress
+from paceline_server.decide.types import ActionView, LaunchResult, Phase
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.policy import Policy
 from paceline_server.store import models
@@ -16,6 +20,7 @@ from paceline_server.store.database import Database
 from paceline_server.store.leases import LeaseLostError, acquire, lease_name
 from paceline_server.store.log import append
 from paceline_server.worker.commit import AlertTargets
+from paceline_server.worker.decide import is_ending_generation
 from paceline_server.worker.snapshot import load_snapshot
 from paceline_server.worker.tick import JobLease, JobWorker, TickSettings
 from paceline_wire.batch import AgentHello, Batch, RankAttached, encode
@@ -162,3 +167,31 @@ def test_only_a_node_of_the_job_describes_it(store: Database, agent: str, is_use
     worker = job_worker(store, "first")
     fed = worker.feed(worker.snapshot(START_NS))
     assert (fed.metadata.get("schedule") == "theirs") == is_used
+
+
+def is_suspended(store: Database, progress: ActionProgress, *, has_begun: bool = False) -> bool:
+    """Return whether detection is suspended at a phase of a restart of the job."""
+    action = ActionView(
+        action_id="act-1",
+        kind="restart",
+        state="running",
+        reason="Rank 0 is hung.",
+        generation=0,
+        created_ns=START_NS,
+        phases=[Phase(progress.phase or "", START_NS)],
+        parameters=to_builtins(progress),
+    )
+    results = {(action.action_id, "restart"): LaunchResult(has_begun=has_begun)}
+    with store.read() as session:
+        snapshot = load_snapshot(session, JOB, 0, 100, 1 << 20)
+    return is_ending_generation(replace(snapshot, actions=(action,), launch_results=results))
+
+
+def test_detection_continues_until_something_ends_the_ranks(store: Database) -> None:
+    assert not is_suspended(store, ActionProgress(phase="wait", planned=True, waits=True))
+    assert is_suspended(store, ActionProgress(phase="checkpoint", planned=True))
+    assert is_suspended(store, ActionProgress(phase="stop"))
+    assert not is_suspended(store, ActionProgress(phase="launch"))
+    assert not is_suspended(store, ActionProgress(phase="launch", planned=True, waits=True))
+    assert is_suspended(store, ActionProgress(phase="launch", planned=True)), "ranks have stopped"
+    assert is_suspended(store, ActionProgress(phase="launch"), has_begun=True)

@@ -17,12 +17,12 @@ from paceline_server.decide.progress import (
     progress_of,
     restart_reason,
 )
+from paceline_server.decide.restart.control import control_ranks, have_canceled
 from paceline_server.decide.restart.place import excluded_nodes
 from paceline_server.decide.restart.stop import enter_stop
 from paceline_server.decide.restart.warm_spare import preload_without
 from paceline_server.decide.types import ActionView
 from paceline_server.decide.wording import exit_text, join_names, join_numbers
-from paceline_wire.commands import Command, ControlRanks
 
 _CANCEL_SECONDS = 15.0  # for the ranks to confirm that they no longer follow the command
 
@@ -35,7 +35,7 @@ def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress)
     # at a step boundary, the others at the next reduction.
     ahead = max(2, math.ceil(1.0 / max(step_seconds, 1e-3)) + 1)
     target = highest + ahead
-    commands = _control(draft, action, "checkpoint_and_stop", target)
+    commands = control_ranks(draft, action, "checkpoint_and_stop", target)
     progress = replace(progress, target_step=target, checkpoint_commands=commands)
     action = replace(action, reason=restart_reason(progress, action.exclude_nodes))
     enter_phase(
@@ -48,22 +48,6 @@ def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress)
     )
     # while the others still save
     preload_without(draft, action.action_id, excluded_nodes(draft, action))
-
-
-def _control(draft: Draft, action: ActionView, kind: str, target: int) -> dict[str, int]:
-    """Send a control command to all ranks. Return {agent_id: command_id}."""
-
-    def control(command_id: int) -> Command:
-        return ControlRanks(
-            command_id=command_id,
-            job=draft.view.job_id,
-            generation=draft.generation,
-            kind=kind,
-            target_step=target,
-        )
-
-    agents = sorted({rank.agent_id for rank in draft.ranks})
-    return {agent: draft.issue(agent, action.action_id, control) for agent in agents}
 
 
 def advance_checkpoint(draft: Draft, action: ActionView) -> None:
@@ -81,7 +65,7 @@ def advance_checkpoint(draft: Draft, action: ActionView) -> None:
     progress = replace(
         progress,
         trouble=f"no checkpoint could be saved: {trouble}",
-        cancel_commands=_control(draft, action, "cancel", 0),
+        cancel_commands=control_ranks(draft, action, "cancel", 0),
     )
     detail = f"No checkpoint: {trouble} The command is withdrawn."
     enter_phase(draft, action, progress, "cancel", detail, seconds=_CANCEL_SECONDS)
@@ -96,13 +80,7 @@ def advance_cancel(draft: Draft, action: ActionView) -> None:
         trouble = progress.trouble[:1].upper() + progress.trouble[1:]
         _stop_without_checkpoint(draft, action, progress, trouble)
         return
-    ids = set(progress.cancel_commands.values())
-    confirmed = {
-        result.rank
-        for result in draft.view.acknowledged
-        if result.command_id in ids and result.status != "seen"
-    }
-    if len(confirmed) < len(draft.ranks) and draft.now_ns <= progress.deadline_ns:
+    if not have_canceled(draft, progress) and draft.now_ns <= progress.deadline_ns:
         return
     draft.end_action(action, "failed", error=f"Called off: {progress.trouble} Training continues.")
     draft.change_state("running", "The restart was called off.")

@@ -2,7 +2,8 @@
 
 It replaces `stop`, `place` and `start` of Paceline's own jobs. The request is committed with the
 action, and carried out by the launcher's backend exactly once (docs/adr/0018). The phase ends when
-the launcher shows the effect and all ranks of the next generation were found running.
+the launcher shows the effect and all ranks of the next generation were found running. If the job
+trains again before anything has begun, the request is withdrawn.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from paceline_server.decide.budget import not_before_ns
 from paceline_server.decide.draft import NANOSECONDS, Draft
-from paceline_server.decide.incidents import resolve
+from paceline_server.decide.incidents import release, resolve
 from paceline_server.decide.nodes import is_progressing
 from paceline_server.decide.progress import (
     ActionProgress,
@@ -20,6 +21,7 @@ from paceline_server.decide.progress import (
     set_progress,
     update_detail,
 )
+from paceline_server.decide.restart.control import control_ranks, have_canceled
 from paceline_server.decide.restart.place import (
     backoff_text,
     excluded_nodes,
@@ -64,6 +66,16 @@ def advance_launch(draft: Draft, action: ActionView) -> None:
         # The ranks train on until the launcher ends them.
         progress = replace(progress, highest_step=draft.view.highest_step)
         action = set_progress(draft, action, progress)
+    result = launch_result(draft, action, "restart")
+    if can_be_withdrawn(action, result) and _trains_again(draft, action):
+        if progress.checkpoint_commands and not progress.cancel_commands:
+            # The ranks did not follow the command while they hung, and would now.
+            commands = control_ranks(draft, action, "cancel", 0)
+            progress = replace(progress, cancel_commands=commands)
+            action = set_progress(draft, action, progress)
+        elif not progress.cancel_commands or have_canceled(draft, progress):
+            _withdraw(draft, action)
+            return
     if not progress.is_launch_requested:
         if draft.now_ns < not_before_ns(draft.view, draft.policy):
             update_detail(draft, action, backoff_text(draft))
@@ -71,7 +83,6 @@ def advance_launch(draft: Draft, action: ActionView) -> None:
         request_launch(draft, action, "restart")
         set_progress(draft, action, replace(progress, is_launch_requested=True))
         return
-    result = launch_result(draft, action, "restart")
     if result.state == "over":
         end_as_over(draft, action, result.detail)
     elif result.state == "failed":
@@ -90,6 +101,35 @@ def advance_launch(draft: Draft, action: ActionView) -> None:
     elif draft.now_ns > progress.deadline_ns:
         seconds = draft.policy.start_timeout_seconds
         fail_start(draft, action, f"{result.detail} Not all ranks were found in {seconds:.0f} s.")
+
+
+def can_be_withdrawn(action: ActionView, result: LaunchResult) -> bool:
+    """Return whether neither Paceline nor the launcher has begun to end the ranks.
+
+    `result`: of the request for the restart.
+    """
+    progress = progress_of(action)
+    is_saved_on_command = progress.planned and not progress.waits  # the ranks have stopped
+    is_pending = result.state == "waiting" and not result.has_begun
+    return progress.phase == "launch" and is_pending and not is_saved_on_command
+
+
+def _trains_again(draft: Draft, action: ActionView) -> bool:
+    """Return whether the problem is over without the repair, and a step has finished since."""
+    reasons = [one.finding for one in draft.incidents() if one.incident_id == action.incident_id]
+    is_over = bool(reasons) and all(finding.cleared for finding in reasons)
+    if not is_over or draft.generation != action.generation:
+        return False
+    last_ns = max((ended_ns for _, ended_ns in draft.view.step_times.values()), default=0)
+    return is_progressing(draft) and last_ns > action.created_ns
+
+
+def _withdraw(draft: Draft, action: ActionView) -> None:
+    why = "The job trains again, and its launcher had not begun to restart it."
+    draft.withdraw_launch(action.action_id)
+    draft.end_action(action, "superseded", error=why, verb="withdrawn")
+    draft.change_state("running", why)
+    release(draft, action.action_id, why)
 
 
 def end_as_over(draft: Draft, action: ActionView, why: str) -> None:
