@@ -1,4 +1,7 @@
-"""Limits of repairs: how often and how soon a job is restarted, how many nodes are quarantined."""
+"""Limits of repairs: how often and how soon a job is restarted, how many nodes are quarantined.
+
+The clock may have been set back since a restart: spans count in both directions.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +36,20 @@ def refusal(view: JobView, policy: Policy, now_ns: int) -> str | None:
         (HOUR_NS, policy.restarts_per_hour, "hour"),
         (DAY_NS, policy.restarts_per_day, "day"),
     ):
-        used = sum(now_ns - restart.at_ns < span_ns for restart in view.restarts)
+        used = sum(abs(now_ns - restart.at_ns) < span_ns for restart in view.restarts)
         if used >= limit:
             return f"{used} restarts within the last {word}; {limit} are allowed"
     return None
 
 
-def not_before_ns(view: JobView, policy: Policy) -> int:
-    """Return when the next generation may start: later after each restart without progress."""
+def backs_off(view: JobView, policy: Policy, now_ns: int) -> bool:
+    """Return whether the next generation may not start yet: longer after each restart without
+    progress."""
     fruitless = fruitless_restarts(view)
     if not fruitless:
-        return 0
+        return False
     delay = min(policy.backoff_seconds * 2.0 ** (fruitless - 1), policy.backoff_maximum_seconds)
-    return view.restarts[-1].at_ns + int(delay * NANOSECONDS)
+    return abs(now_ns - view.restarts[-1].at_ns) < int(delay * NANOSECONDS)
 
 
 def hang_patience_seconds(view: JobView, policy: Policy) -> float:
@@ -60,7 +64,7 @@ def hang_patience_seconds(view: JobView, policy: Policy) -> float:
 def times_to_blame(view: JobView, node: str, now_ns: int) -> int:
     """Return for how many restarts of the last hour this node was to blame."""
     return sum(
-        restart.node == node and now_ns - restart.at_ns < HOUR_NS for restart in view.restarts
+        restart.node == node and abs(now_ns - restart.at_ns) < HOUR_NS for restart in view.restarts
     )
 
 
@@ -69,7 +73,7 @@ def nodes_to_blame(view: JobView, now_ns: int) -> list[str]:
     return [
         restart.node
         for restart in reversed(view.restarts)
-        if restart.node is not None and now_ns - restart.at_ns < HOUR_NS
+        if restart.node is not None and abs(now_ns - restart.at_ns) < HOUR_NS
     ]
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import request_dumps, request_stacks
 from paceline_server.decide.incidents import group, is_fatal, resolve, resolve_information
-from paceline_server.decide.progress import progress_of
+from paceline_server.decide.progress import follow_clock, progress_of
 from paceline_server.decide.propose import NEVER_ACTS, propose
 from paceline_server.decide.restart.advance import advance_restart
 from paceline_server.decide.restart.start import finish_start
@@ -85,6 +85,7 @@ def _advance(draft: Draft) -> None:
     for action in draft.actions("running"):
         if draft.ended:
             return
+        action = follow_clock(draft, action)
         if action.kind == "stop":
             advance_stop(draft, action)
         else:
@@ -142,7 +143,7 @@ def _is_being_explained(draft: Draft) -> bool:
     The job stays open meanwhile, because detection ends with it.
     """
     ended_ns = draft.view.ended_received_ns
-    if ended_ns is None or draft.now_ns - ended_ns > _EXPLAINED_NS:
+    if ended_ns is None or abs(draft.now_ns - ended_ns) > _EXPLAINED_NS:
         return False
     return all(incident.finding.kind != FAILURE.name for incident in draft.incidents())
 

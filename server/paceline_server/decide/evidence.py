@@ -102,14 +102,14 @@ def _awaits_dumps(draft: Draft, incident: IncidentView) -> bool:
     asked_ns = incident.dumps_asked_ns
     if asked_ns is None or incident.finding.dumps_reported:
         return False
-    return draft.now_ns - asked_ns < DUMP_GRACE_SECONDS * NANOSECONDS
+    return abs(draft.now_ns - asked_ns) < DUMP_GRACE_SECONDS * NANOSECONDS
 
 
 def _awaits_stacks(draft: Draft, incident: IncidentView) -> bool:
     asked_ns = incident.stacks_asked_ns
     if asked_ns is None:
         return False
-    if draft.now_ns - asked_ns >= GRACE_SECONDS * NANOSECONDS:
+    if abs(draft.now_ns - asked_ns) >= GRACE_SECONDS * NANOSECONDS:
         return False
     findings = (incident.finding, *incident.symptoms)
     read = {stacks.rank for finding in findings for stacks in finding.stacks}

@@ -61,6 +61,21 @@ def set_progress(draft: Draft, action: ActionView, progress: ActionProgress) -> 
     return draft.put_action(msgspec.structs.replace(action, parameters=parameters))
 
 
+def follow_clock(draft: Draft, action: ActionView) -> ActionView:
+    """If the clock was set back, let the phase begin now: its deadline would be as far away."""
+    progress = progress_of(action)
+    ahead_ns = progress.since_ns - draft.now_ns
+    if ahead_ns <= 0:
+        return action
+    progress = msgspec.structs.replace(
+        progress,
+        since_ns=draft.now_ns,
+        deadline_ns=max(0, progress.deadline_ns - ahead_ns),
+        exits_seen_ns=min(progress.exits_seen_ns, draft.now_ns),
+    )
+    return set_progress(draft, action, progress)
+
+
 def enter_phase(
     draft: Draft,
     action: ActionView,

@@ -179,7 +179,7 @@ def _may_continue(draft: Draft, incident: IncidentView) -> bool:
     if any(symptom.follows == HANG.name for symptom in incident.symptoms):
         return False  # its ranks were killed
     patience_seconds = budget.hang_patience_seconds(draft.view, draft.policy)
-    return draft.now_ns - incident.detection_ns < patience_seconds * NANOSECONDS
+    return abs(draft.now_ns - incident.detection_ns) < patience_seconds * NANOSECONDS
 
 
 def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:

@@ -136,6 +136,8 @@ class Engine:
             self._efficiency = running.efficiency()
             self._usual = _faster(self._usual, running.usual_step)
         findings = []
+        # A time after now is from before the clock was set back.
+        self._last_seen_ns = {node: min(ns, now_ns) for node, ns in self._last_seen_ns.items()}
         if not self._suspended:
             findings = running.detect(
                 now_ns,

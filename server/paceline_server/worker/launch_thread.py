@@ -105,7 +105,8 @@ class LaunchThread(LeasedThread):
         for row in rows:
             if self._stop.is_set():
                 return False
-            if row.next_ns - self._now_ns() <= 0:
+            # A longer wait means that the clock was set back.
+            if not 0 < row.next_ns - self._now_ns() <= _RECHECK_NS:
                 with contextlib.suppress(launches.WithdrawnError):
                     self._carry_out(row)
             is_busy |= row.kind == "restart"

@@ -5,6 +5,9 @@ locked, so a worker that is stopped at this point does not block others. Everyth
 one transaction that begins with a fence: if another worker has taken the job over, nothing is
 written.
 
+The server's clock may be set back, so periods count in both directions: what is done regularly does
+not wait until the clock has caught up.
+
 If a tick fails, the caller drops the `JobWorker`: its memory is then ahead of the database.
 """
 
@@ -115,7 +118,7 @@ class JobWorker:
 
     def snapshot(self, now_ns: int) -> Snapshot:
         self._memory.warm_up.begin_tick(now_ns)
-        reads_fleet = now_ns - self._fleet_ns > _FLEET_NS
+        reads_fleet = abs(now_ns - self._fleet_ns) > _FLEET_NS
         self._fleet_ns = now_ns if reads_fleet else self._fleet_ns
         with self._database.read() as session:
             return load_snapshot(
@@ -147,7 +150,8 @@ class JobWorker:
         """Collect what the tick writes."""
         columns = decided_columns(self._memory, detected, decision, now_ns)
         outcome = detected.outcome
-        is_due = columns.state in FINISHED or now_ns - self._engine_memory_ns > _ENGINE_MEMORY_NS
+        memory_age_ns = abs(now_ns - self._engine_memory_ns)
+        is_due = columns.state in FINISHED or memory_age_ns > _ENGINE_MEMORY_NS
         ranks = self._memory.ranks
         placement = _placement(columns, decision, now_ns)
         write_ranks = placement is None and not self._ranks_wait(now_ns)
@@ -191,10 +195,10 @@ class JobWorker:
 
     def _is_due(self, snapshot: Snapshot, now_ns: int) -> bool:
         """Return whether the lease, or changes that were delayed, have to be written now."""
-        if now_ns - self._renewed_ns > self._settings.lease_ns // 3:
+        if abs(now_ns - self._renewed_ns) > self._settings.lease_ns // 3:
             return True
         changed = bool(snapshot.log or self._memory.ranks.changed())
-        return changed and now_ns - self._written_ns > _QUIET_NS
+        return changed and abs(now_ns - self._written_ns) > _QUIET_NS
 
     def _ranks_wait(self, now_ns: int) -> bool:
         """Return whether the ranks' progress is written at a later tick.
@@ -203,7 +207,7 @@ class JobWorker:
         """
         ranks = self._memory.ranks
         pause_ns = len(ranks) * _RANK_PAUSE_NS
-        return now_ns - self._ranks_written_ns < pause_ns and not ranks.changed_state()
+        return abs(now_ns - self._ranks_written_ns) < pause_ns and not ranks.changed_state()
 
     def _committed(self, job_id: str, commit: Commit, now_ns: int) -> None:
         self._written_ns = now_ns
@@ -230,7 +234,7 @@ class JobWorker:
     def _renew(self) -> None:
         """Renew the lease during a long rebuild."""
         now_ns = self._clock()
-        if now_ns - self._renewed_ns > self._settings.lease_ns // 3:
+        if abs(now_ns - self._renewed_ns) > self._settings.lease_ns // 3:
             with self._database.write() as session:
                 self._fence(session, now_ns)
 

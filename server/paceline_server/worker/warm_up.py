@@ -37,14 +37,15 @@ class WarmUp:
         self._done = True
 
     def begin_tick(self, now_ns: int) -> None:
-        """Start the warm-up again if there was a pause since the last tick.
+        """Start the warm-up again if there was a pause since the last tick, or the clock was set
+        back.
 
         If all ticks are slow, that is not a pause; otherwise the warm-up would never end.
         """
         gap_ns = now_ns - self._ticked_ns
         usual_ns = median_low(self._gaps_ns) if self._gaps_ns else 0
         self._gaps_ns.append(gap_ns)
-        if gap_ns > max(_PAUSE_NS, _PAUSE_RATIO * usual_ns):
+        if abs(gap_ns) > max(_PAUSE_NS, _PAUSE_RATIO * usual_ns):
             self._since_ns, self._fresh, self._done = now_ns, set(), False
             self._behind_ns = now_ns
         self._ticked_ns = now_ns

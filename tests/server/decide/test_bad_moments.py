@@ -285,3 +285,13 @@ def test_a_job_continues_when_all_its_nodes_were_away_for_longer_than_their_leas
     for node in world.nodes.values():
         node.connected = True
     world.until(lambda: world.state == "running", 120.0)
+
+
+def test_deadlines_do_not_wait_until_a_clock_that_was_set_back_has_caught_up(world: World) -> None:
+    world.crash(3)
+    world.nodes["node-1"].obeys_stop = False
+    world.until(lambda: world.phase() == "stop")
+    world.run(1.0)
+    world.now_ns -= 600 * 10**9
+    world.until_running(2)
+    assert world.nodes["node-1"].quarantined

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from paceline_server.decide.budget import (
     alive,
+    backs_off,
     fruitless_restarts,
     hang_patience_seconds,
     may_quarantine,
-    not_before_ns,
     refusal,
     times_to_blame,
 )
@@ -54,8 +54,17 @@ def test_a_restart_is_fruitless_if_no_new_step_was_finished(job: JobView, count:
     [(view(9, 8), None), (view(9, 9), 1), (view(9, 9, 9), 2), (view(9, *[9] * 30), 300)],
 )
 def test_the_wait_doubles_up_to_its_maximum(job: JobView, seconds: float | None) -> None:
-    expected = 0 if seconds is None else NOW_NS + seconds * SECOND
-    assert not_before_ns(job, Policy()) == expected
+    due_ns = NOW_NS + int((seconds or 0) * SECOND)
+    assert backs_off(job, Policy(), due_ns - 1) == (seconds is not None)
+    assert not backs_off(job, Policy(), due_ns)
+
+
+def test_no_limit_lasts_until_a_clock_that_was_set_back_has_caught_up() -> None:
+    job = view(9, 9)
+    before_ns = NOW_NS - 2 * 86_400 * SECOND
+    assert not backs_off(job, Policy(), before_ns)
+    assert refusal(job, Policy(restarts_per_day=1), NOW_NS) is not None
+    assert refusal(job, Policy(restarts_per_day=1), before_ns) is None
 
 
 @pytest.mark.parametrize(

@@ -453,6 +453,23 @@ def test_a_silent_node_is_lost_after_its_lease(job):
     assert silent(job, 10) == []
 
 
+def test_a_node_is_lost_after_its_lease_also_if_the_clock_was_set_back_meanwhile(job):
+    silent(job, 2)
+    job.muted_nodes = {"node-2"}
+    silent(job, 2)
+    job.now_ns -= 3600 * 10**9
+    assert silent(job, 4.5) == [], "a full lease from then on"
+    assert [each.node for each in silent(job, 2)] == ["node-2"]
+
+
+def test_a_node_is_lost_after_the_clock_was_set_back(job):
+    silent(job, 2)
+    job.now_ns -= 3600 * 10**9
+    assert silent(job, 10) == []
+    job.muted_nodes = {"node-2"}
+    assert [each.node for each in silent(job, 7)] == ["node-2"]
+
+
 def with_collectives(
     job: SimulatedJob, node: str, seconds: float, count: float, op: Op
 ) -> list[str]:

@@ -182,3 +182,13 @@ def test_a_request_that_is_withdrawn_while_it_is_observed_does_not_begin(absence
     assert withdrawals == [True]
     absence.run_pass()
     assert absence.launcher.begun == []
+
+
+def test_a_request_does_not_wait_until_a_clock_that_was_set_back_has_caught_up(
+    absence: Absence,
+) -> None:
+    absence.run_pass()
+    absence.launcher.answers = True
+    absence.now_ns -= 3600 * 10**9
+    absence.run_pass()
+    assert absence.launcher.begun == ["act-0"]

@@ -169,6 +169,22 @@ def test_only_a_node_of_the_job_describes_it(store: Database, agent: str, is_use
     assert (fed.metadata.get("schedule") == "theirs") == is_used
 
 
+def test_what_is_written_regularly_does_not_wait_after_the_clock_was_set_back(
+    store: Database,
+) -> None:
+    worker = job_worker(store, "first")
+    assert worker.tick(START_NS).wrote
+    assert worker.tick(START_NS).wrote
+    assert not worker.tick(START_NS).wrote
+    before_ns = START_NS - 3600 * SECOND
+    snapshot = worker.snapshot(before_ns)
+    detected = worker.detect(snapshot, worker.feed(snapshot), before_ns)
+    decision = worker.decide(snapshot, detected, before_ns)
+    commit = worker.prepare(snapshot, detected, decision, before_ns)
+    assert commit.engine_memory is not None
+    assert worker.commit(snapshot, commit, before_ns).wrote
+
+
 def is_suspended(store: Database, progress: ActionProgress, *, has_begun: bool = False) -> bool:
     """Return whether detection is suspended at a phase of a restart of the job."""
     action = ActionView(

@@ -74,3 +74,11 @@ def test_ticks_that_are_all_slow_do_not_prolong_the_warm_up() -> None:
         warm_up.begin_tick(3 * tick * SECOND)
         done.append(warm_up.is_done({"a"}, 3 * tick * SECOND))
     assert all(done[5:])
+
+
+def test_a_clock_that_is_set_back_does_not_prolong_the_warm_up() -> None:
+    warm_up = WarmUp(1000 * SECOND, 6 * SECOND)
+    warm_up.begin_tick(1001 * SECOND)
+    warm_up.begin_tick(100 * SECOND)
+    assert not warm_up.is_done({"a"}, 100 * SECOND)
+    assert warm_up.is_done({"a"}, 107 * SECOND)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from paceline_server.decide.budget import not_before_ns
+from paceline_server.decide.budget import backs_off
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.incidents import release, resolve
 from paceline_server.decide.nodes import is_progressing
@@ -77,7 +77,7 @@ def advance_launch(draft: Draft, action: ActionView) -> None:
             _withdraw(draft, action)
             return
     if not progress.is_launch_requested:
-        if draft.now_ns < not_before_ns(draft.view, draft.policy):
+        if backs_off(draft.view, draft.policy, draft.now_ns):
             update_detail(draft, action, backoff_text(draft))
             return
         request_launch(draft, action, "restart")

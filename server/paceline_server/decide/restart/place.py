@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from paceline_server.decide.budget import fruitless_restarts, not_before_ns
+from paceline_server.decide.budget import backs_off, fruitless_restarts
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.incidents import is_fatal, live_findings
 from paceline_server.decide.nodes import live_agents, quarantine, usable_nodes
@@ -43,7 +43,7 @@ def add_lost_nodes(draft: Draft, action: ActionView, progress: ActionProgress) -
 def advance_place(draft: Draft, action: ActionView) -> None:
     """Start the next generation once enough nodes are ready and the backoff is over."""
     progress = progress_of(action)
-    if draft.now_ns < not_before_ns(draft.view, draft.policy):
+    if backs_off(draft.view, draft.policy, draft.now_ns):
         update_detail(draft, action, backoff_text(draft))
         return
     without = excluded_nodes(draft, action)

@@ -49,11 +49,12 @@ class LostNodeDetector(Detector):
 
     def update(self, observation: Observation) -> list[Finding]:
         pause_ns = int(self.settings.own_pause_seconds * 1e9)
-        if self._receiving_since_ns is None or observation.now_ns - self._last_tick_ns > pause_ns:
+        elapsed_ns = observation.now_ns - self._last_tick_ns  # negative: the clock was set back
+        if self._receiving_since_ns is None or not 0 <= elapsed_ns <= pause_ns:
             self._receiving_since_ns = observation.now_ns
             self._witnessed_since_ns = None
         self._watch_others(observation)
-        elapsed = (observation.now_ns - self._last_tick_ns) / 1e9
+        elapsed = max(elapsed_ns, 0) / 1e9
         self._last_tick_ns = observation.now_ns
         nodes = sorted(self._ranks_on)
         lease = self.policy.node_lease_seconds

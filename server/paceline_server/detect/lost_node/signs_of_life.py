@@ -31,6 +31,9 @@ class SignsOfLife:
 
     def update(self, quiet: Set[str], observation: Observation) -> None:
         """Compare the state pages of the other nodes with those of the previous call."""
+        # A time after now is from before the clock was set back.
+        now_ns = observation.now_ns
+        self._alive_ns = {node: min(ns, now_ns) for node, ns in self._alive_ns.items()}
         if not quiet:
             self._finished.clear()
             return
