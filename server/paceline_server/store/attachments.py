@@ -10,16 +10,18 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
-from sqlalchemy import ColumnElement, and_, delete, func, not_, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, delete, func, not_, or_, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
-from paceline_server.store.models import AttachmentRow, GenerationRow, JobRow, RankRow
+from paceline_server.store.models import AttachmentRow, GenerationRow, JobRow, NodeRow, RankRow
 from paceline_wire.batch import RankAttached, RankExited
 from paceline_wire.job_name import is_job_name
 from paceline_wire.ring import Identity
 from paceline_wire.topology import RANKS_AT_MOST
+
+_SILENT_NS = 5_000_000_000  # longer than the pause of any live agent
 
 
 class PendingRun(NamedTuple):
@@ -109,20 +111,49 @@ def discard_ended(session: Session, before_ns: int) -> None:
 
 
 def pending_runs(session: Session, job_id: str | None = None) -> list[PendingRun]:
-    """Return the pending runs of one job, or of all jobs."""
-    query = select(
-        AttachmentRow.job_id,
-        func.max(AttachmentRow.generation),
-        AttachmentRow.world_size,
-        func.count(AttachmentRow.rank.distinct()),
-        func.min(AttachmentRow.received_ns),
-        func.max(AttachmentRow.received_ns),
-    ).where(AttachmentRow.placed.is_(False))
+    """Return the pending runs of one job, or of all jobs.
+
+    A rank of an earlier generation than others counts only while its node responds: a lost node
+    does not report that it ended.
+    """
+    columns = AttachmentRow.job_id, AttachmentRow.world_size
+    pending = (
+        select(
+            *columns,
+            func.max(AttachmentRow.generation).label("generation"),
+            func.min(AttachmentRow.received_ns).label("oldest_ns"),
+            func.max(AttachmentRow.received_ns).label("newest_ns"),
+        )
+        .where(AttachmentRow.placed.is_(False))
+        .group_by(*columns)
+        .subquery()
+    )
+    run = pending.c
+    is_left = and_(
+        AttachmentRow.generation < run.generation,
+        NodeRow.last_seen_ns < run.newest_ns - _SILENT_NS,
+    )
+    counted = case((is_left, None), else_=AttachmentRow.rank)
+    query = (
+        select(
+            *columns,
+            run.generation,
+            func.count(counted.distinct()),
+            run.oldest_ns,
+            run.newest_ns,
+        )
+        .join(pending, and_(*(column == run[column.key] for column in columns)))
+        .outerjoin(NodeRow, NodeRow.agent_id == AttachmentRow.agent_id)
+        .where(AttachmentRow.placed.is_(False))
+        .group_by(*columns, run.generation, run.oldest_ns, run.newest_ns)
+        .order_by(*columns)
+    )
     if job_id is not None:
         query = query.where(AttachmentRow.job_id == job_id)
-    columns = AttachmentRow.job_id, AttachmentRow.world_size
-    rows = session.execute(query.group_by(*columns).order_by(*columns))
-    return [PendingRun(*row) for row in rows]
+    return [
+        PendingRun(name, generation, world_size, ranks, oldest_ns, newest_ns)
+        for name, world_size, generation, ranks, oldest_ns, newest_ns in session.execute(query)
+    ]
 
 
 def is_newer_run(session: Session, job: JobRow, pending: PendingRun) -> bool:

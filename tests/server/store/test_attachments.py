@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from paceline_server.store import attachments
 from paceline_server.store.attachments import PendingRun
 from paceline_server.store.database import Database
+from paceline_server.store.models import NodeRow
 from paceline_wire.batch import RankAttached, RankExited
 from paceline_wire.ring import Identity
 from paceline_wire.topology import Topology
@@ -47,6 +48,22 @@ class Found:
                 is_reserved=is_reserved,
             )
             self._tell(agent_id, RankAttached(time_ns=self._now_ns, identity=identity))
+
+    def see(self, agent_id: str) -> None:
+        """Receive something from a node, six seconds later."""
+        self._now_ns += 6_000_000_000
+        with self._database.write() as session:
+            session.merge(
+                NodeRow(
+                    agent_id=agent_id,
+                    boot_id="boot",
+                    sequence=0,
+                    packed_ns=self._now_ns,
+                    last_seen_ns=self._now_ns,
+                    readings={},
+                    dropped_batches=0,
+                )
+            )
 
     def report_again(self) -> None:
         """Report the ranks again, as restarted agents do."""
@@ -174,3 +191,24 @@ def test_failure_of_a_rank_that_loads_is_shown(database: Database) -> None:
     found.run(2, range(2), is_reserved=True)
     found.exit(101, rank=1, exit_code=1)
     assert not found.is_loading()
+
+
+def test_a_rank_of_a_lost_node_does_not_complete_the_next_generation(database: Database) -> None:
+    found = Found(database)
+    found.run(4, range(2, 4), "node-1")
+    found.see("node-1")
+    found.see("node-0")
+    found.run(4, range(2), "node-0", generation=1)
+    assert found.whole() == [], "ranks 2 and 3 have to be found on another node"
+    found.run(4, range(2, 4), "node-2", generation=1)
+    (run,) = found.whole()
+    assert (run.generation, run.ranks) == (1, 4)
+
+
+def test_nodes_that_respond_may_count_their_generations_differently(database: Database) -> None:
+    found = Found(database)
+    found.run(4, range(2, 4), "node-1")
+    found.see("node-0")
+    found.see("node-1")
+    found.run(4, range(2), "node-0", generation=1)
+    assert len(found.whole()) == 1
