@@ -6,6 +6,7 @@ Everything is in one directory; ports and sockets are its own, so it can run bes
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -13,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sbatch", "squeue", "sinfo", "scancel")
@@ -111,6 +112,16 @@ class SlurmCluster:
     def kill_node(self, node: str) -> None:
         """Kill the node's slurmd; its tasks keep running."""
         os.kill(int((self.directory / f"{node}.pid").read_text()), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def paused_controller(self) -> Iterator[None]:
+        """Have slurmctld answer nothing meanwhile."""
+        pid = int((self.directory / "slurmctld.pid").read_text())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
         """End all jobs and daemons."""

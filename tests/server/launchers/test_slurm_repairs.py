@@ -135,6 +135,23 @@ def test_a_crashed_job_is_requeued_once(
     assert slurm.job(job.id)["AdminComment"] == f"paceline:{action['id']}"
 
 
+def test_a_job_that_trains_again_while_slurm_does_not_answer_is_spared(
+    slurm: SlurmCluster,
+    observed: Callable[..., Observed],
+    wait_for: Callable[..., Any],
+) -> None:
+    *_, job, shown = observed("gloo")
+    with slurm.paused_controller():
+        os.kill(job.pid(1), signal.SIGSTOP)
+        wait_for(lambda: [one["state"] for one in shown.restarts()] == ["running"], "the restart")
+        os.kill(job.pid(1), signal.SIGCONT)
+        wait_for(lambda: shown.trains(0), "its withdrawal")
+    os.kill(job.pid(0), signal.SIGKILL)
+    wait_for(lambda: shown.trains(100), "the repair of a crash", seconds=180.0)
+    assert [one["state"] for one in shown.restarts()] == ["done", "superseded"]
+    assert job.requeues() == 1
+
+
 def seconds_of(action: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds from the decision until Slurm ran the job again with all ranks found, and
     until each of them had finished a step."""
