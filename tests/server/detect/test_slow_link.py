@@ -230,6 +230,16 @@ def test_transfers_on_a_busy_host_are_judged_by_what_tcp_delivers(share, deliver
     assert bool(run.findings) == is_found
 
 
+def test_what_waits_at_both_ends_cannot_explain_needs_no_delivery():
+    """TCP is not slower: the time is lost elsewhere, such as in the transport above it."""
+    run = watched(PIPELINE, 3, ranks_per_node=1)
+    for step in range(50):
+        run.slow_links = both_ways(run.links()[0], 30.0) if step >= 40 else {}
+        count_waits_and_bytes(run, step, 0.11, 0.06 * step)
+        run.advance(1)
+    assert [one.link for one in run.findings] == [run.links()[0]]
+
+
 def test_small_messages_that_take_longer_per_byte_are_no_slow_network():
     """A busy host makes transfers longer, just when the ranks send little, as in an evaluation."""
     run = watched(PIPELINE, 3, ranks_per_node=1)

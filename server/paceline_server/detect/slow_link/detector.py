@@ -68,6 +68,9 @@ DELIVERY_OF_COST = 0.5
 # Ranks that wait for a CPU for a share of the time make the delivery by TCP slower, in the worst of
 # some seconds by this times the share.
 DELIVERY_PER_SHARE = 8.0
+# Waits for a CPU at both ends of a transfer add up: they explain a cost below this times the share
+# of the time.
+BOTH_ENDS = 2.0
 ALIKE = 0.25  # relative change of a slowdown that is too small to report again
 
 
@@ -376,7 +379,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         if not is_slow or cost_ratio < self._detector.settings.cost_ratio:
             return False
         is_network = cost_ratio >= self._risen_waits(reported, observation)
-        if is_network and share >= LEAST_SHARE:
+        if is_network and share >= LEAST_SHARE and cost_ratio < BOTH_ENDS * share:
             ranks, since_ns = reported.route.ranks, reported.onset_ns
             is_slower = self._delivers_slower(
                 ranks, since_ns, slowdown or 1.0, waiting, observation
