@@ -2,7 +2,8 @@
 
 The exit status comes from the kernel if it is available (`collect.exit_status`), otherwise from the
 report of the rank or of torchrun; without a report it is unknown. A SIGTERM that torchrun has not
-reported does not count: torchrun reports the ranks that fail first, and ends the others with it.
+reported does not count: torchrun reports the ranks that fail first, and ends the others with it. So
+does Slurm, which reports none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from paceline_agent.collect.process_environment import read_environment
 from paceline_agent.collect.processes import ProcessKey, is_running, parent_of, session_of
 from paceline_wire.batch import RankExited
 from paceline_wire.ending import Ending, read_ending, reported_ns
+from paceline_wire.metadata import SLURM_JOB
 from paceline_wire.ring import RingReader
 
 STATUS_SECONDS = 1.0  # torchrun finds the end of a rank ten times a second
@@ -34,6 +36,7 @@ class RankEnd:
         self._reader = reader
         self._status = ExitStatus(procfs_root, pid)
         self._is_of_torchrun = reader.identity.metadata.get("launcher") == "torchrun"
+        self._ends_others = self._is_of_torchrun or SLURM_JOB in reader.identity.metadata
         self._torchrun = None
         if self._is_of_torchrun and pid is not None:
             self._torchrun = _torchrun_of(procfs_root, pid)
@@ -61,7 +64,7 @@ class RankEnd:
         identity, path = self._reader.identity, self._reader.path
         ending = self._reported() or Ending()
         code = self._status.read()
-        if code is not None and not (code == -SIGTERM and self._has_torchrun_ended_it(ending)):
+        if code is not None and not (code == -SIGTERM and self._has_launcher_ended_it(ending)):
             exit_code, signal = (code, None) if code >= 0 else (None, -code)
             ending = replace(ending, exit_code=exit_code, signal=signal)
         ended_ns = self._gone_ns or timeline_ns()
@@ -83,13 +86,13 @@ class RankEnd:
             log_tail=ending.error,
         )
 
-    def _has_torchrun_ended_it(self, ending: Ending) -> bool:
-        """Return whether torchrun sent a SIGTERM, also to a rank that was ending after an error.
+    def _has_launcher_ended_it(self, ending: Ending) -> bool:
+        """Return whether the launcher sent a SIGTERM, also to a rank that was ending after an error.
 
         `ending`: as the rank and torchrun reported it.
         """
         is_reported = ending.signal == SIGTERM or ending.launcher_signal is not None
-        return self._is_of_torchrun and not is_reported
+        return self._ends_others and not is_reported
 
     def _reported(self) -> Ending | None:
         return read_ending(self._reader.path, self._reader.status.st_uid)

@@ -31,6 +31,7 @@ from paceline_wire.batch import (
     SpanBlock,
 )
 from paceline_wire.ending import Ending, ending_path, write_ending
+from paceline_wire.metadata import SLURM_JOB
 from paceline_wire.ring import Identity, RingFile, SectionDefinition
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
 from paceline_wire.topology import Coordinates, Topology
@@ -282,7 +283,8 @@ def rank_process(bench: Bench, end: str, launcher: str = "") -> subprocess.Popen
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    writer = Writer(bench.directory, pid=process.pid, metadata={"launcher": launcher})
+    metadata = {SLURM_JOB: "7"} if launcher == "slurm" else {"launcher": launcher}
+    writer = Writer(bench.directory, pid=process.pid, metadata=metadata)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{writer.path}\n".encode())
@@ -338,6 +340,7 @@ def test_the_exit_status_of_a_rank_is_known_after_its_parent_asked_for_it(
         pytest.param("torchrun", Ending(signal=15), (None, signal.SIGTERM), id="failed first"),
         pytest.param("torchrun", None, (None, None), id="ended after another rank"),
         pytest.param("torchrun", Ending(1, error="reset"), (1, None), id="after its own error"),
+        pytest.param("slurm", None, (None, None), id="ended by srun after another rank"),
     ],
 )
 def test_a_sigterm_that_torchrun_does_not_report_is_its_own(
