@@ -87,7 +87,7 @@ class RankEnd:
         )
 
     def _has_launcher_ended_it(self, ending: Ending) -> bool:
-        """Return whether the launcher sent a SIGTERM, also to a rank that was ending after an error.
+        """Return whether its launcher sent a SIGTERM, also to a rank that ended after an error.
 
         `ending`: as the rank and torchrun reported it.
         """
