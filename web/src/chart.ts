@@ -87,11 +87,15 @@ export function median(values: readonly number[]): number | null {
   return sorted[Math.floor(sorted.length / 2)] ?? null;
 }
 
+/** The values of the points that have one. */
+export function known({ values }: Points): number[] {
+  return values.filter((value) => value != null);
+}
+
 /** Upper end of an axis from 0, such that a single outlier does not flatten the rest. */
-export function ceiling(values: Points["values"]): number {
-  const known = values.filter((value) => value != null);
-  const most = known.reduce((a, b) => Math.max(a, b), 0);
-  const typical = median(known);
+export function ceiling(values: readonly number[]): number {
+  const most = values.reduce((a, b) => Math.max(a, b), 0);
+  const typical = median(values);
   if (typical === null || most === 0) return 1;
   return Math.min(most, 6 * typical) * 1.12;
 }

@@ -2,7 +2,7 @@ import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 
 import type { Step } from "../api";
-import { ceiling, type Mark, type Points } from "../chart";
+import { ceiling, known, type Mark, type Points } from "../chart";
 import * as format from "../format";
 import { useWidth } from "./size";
 import { scheme, variable } from "./theme";
@@ -83,7 +83,7 @@ function create(
       x: { time: true, range: (_, low, high) => [low, Math.max(high, lastMark(latest.current.marks), low + 1)] },
       y: {
         range: (_, low, high): uPlot.Range.MinMax =>
-          latest.current.fromZero ? [0, ceiling(latest.current.points.values)] : spread(low, high),
+          latest.current.fromZero ? [0, ceiling(known(latest.current.points))] : spread(low, high),
       },
     },
     axes: [
@@ -97,7 +97,7 @@ function create(
     ],
     series: [
       {},
-      { stroke: variable(color), width: 1.5, points: { show: () => countKnown(latest.current.points) < 40 } },
+      { stroke: variable(color), width: 1.5, points: { show: () => known(latest.current.points).length < 40 } },
     ],
     hooks: {
       drawClear: [(chart) => { bands(chart, latest.current.marks); }],
@@ -110,10 +110,6 @@ function create(
   const chart = new uPlot(options, [points.times, points.values], target);
   showValue(chart, latest.current, readout.current);
   return chart;
-}
-
-function countKnown(points: Points): number {
-  return points.values.filter((value) => value != null).length;
 }
 
 /** The end of the last mark: a hang or a restart may follow the last step. */

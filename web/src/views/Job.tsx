@@ -128,7 +128,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
                   fromZero
                   labels
                 />
-                {losses.values.some((value) => value != null) ? (
+                {chart.known(losses).length > 0 ? (
                   <TimeChart
                     title="Loss"
                     points={losses}
