@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline_server.decide.types import JobSpec
+from sqlalchemy.orm import Session
+
+from paceline_server.decide.types import ActionView, JobSpec, LaunchRequest
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
-from paceline_server.store.models import JobRow
+from paceline_server.store import launches
+from paceline_server.store.models import ActionRow, JobRow
 from paceline_wire.topology import Topology
 
 ONE_RANK = Topology(1, 1, 1)
@@ -27,3 +30,33 @@ def toy_job(job_id: str, *, topology: Topology = ONE_RANK, **changes: Any) -> Jo
         "ledger": Ledger(),
     }
     return JobRow(id=job_id, topology=topology, **(fields | changes))
+
+
+def request_restart(
+    session: Session, job_id: str, intent: LaunchRequest, now_ns: int, generation: int = 1
+) -> None:
+    """Add a running restart and its request to the launcher, as a tick does.
+
+    `generation`: of the job at the time of the decision.
+    """
+    view = ActionView(
+        action_id=intent.action_id,
+        kind="restart",
+        state="running",
+        reason=intent.reason,
+        generation=generation,
+        created_ns=now_ns,
+    )
+    row = ActionRow(
+        id=intent.action_id,
+        job_id=job_id,
+        kind="restart",
+        state="running",
+        created_ns=now_ns,
+        version=1,
+        noticed=True,
+        view=view,
+    )
+    session.add(row)
+    session.flush()
+    launches.request(session, job_id, intent, now_ns)

@@ -51,6 +51,14 @@ class LaunchedWorld(World):
         self.requests += decision.launch_requests
         self.withdrawn += decision.withdrawn_launches
 
+    def wait_for_checkpoint(self) -> None:
+        """Have a planned restart wait for a checkpoint: the ranks train, and do not save."""
+        self.answers = False
+        self.tick((self.finding(),))
+        self.answer("check", "done")
+        self.run(5.0)
+        assert self.phase() == "checkpoint"
+
     def hang_until_launch(self) -> None:
         """Have rank 3 hang until its launcher was asked for a restart."""
         self.hang(3)
@@ -153,11 +161,7 @@ def test_a_proposal_ends_with_the_run_that_another_one_replaces() -> None:
 def test_a_restart_that_has_begun_ends_with_the_run_that_another_one_replaces(
     world: LaunchedWorld,
 ) -> None:
-    world.answers = False  # the ranks train, and do not save
-    world.tick((world.finding(),))
-    world.answer("check", "done")
-    world.run(5.0)
-    assert world.phase() == "checkpoint"
+    world.wait_for_checkpoint()
     world.is_superseded = True
     world.tick()
     assert (world.state, world.one_action("restart").state) == ("failed", "superseded")
@@ -222,11 +226,7 @@ def test_a_planned_repair_asks_for_nodes_before_it_stops_anything(world: Launche
 def test_steps_that_were_made_while_a_checkpoint_was_awaited_count_as_lost(
     world: LaunchedWorld,
 ) -> None:
-    world.answers = False  # the ranks train, and do not save
-    world.tick((world.finding(),))
-    world.answer("check", "done")
-    world.run(5.0)
-    assert world.phase() == "checkpoint"
+    world.wait_for_checkpoint()
     reached, saved = world.highest_step, world.checkpoint_step
     world.crash(3)
     world.until(lambda: world.phase() == "launch")
@@ -356,10 +356,7 @@ def test_another_problem_outlasts_a_restart_that_is_withdrawn(world: LaunchedWor
 
 
 def test_the_checkpoint_is_canceled_before_the_restart_is_withdrawn(world: LaunchedWorld) -> None:
-    world.answers = False
-    world.tick((world.finding(),))
-    world.answer("check", "done")
-    world.until(lambda: world.phase() == "checkpoint")
+    world.wait_for_checkpoint()
     world.hang_until_launch()
     for process in world.processes():
         process.hung = False

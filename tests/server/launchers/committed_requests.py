@@ -13,14 +13,12 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from paceline_server.decide.types import ActionView, JobSpec, LaunchRequest, LaunchResult
+from paceline_server.decide.types import LaunchRequest, LaunchResult
 from paceline_server.engine.types import Launch
-from paceline_server.policy import Policy
-from paceline_server.steps.types import Ledger
-from paceline_server.store import launches
 from paceline_server.store.database import Database
-from paceline_server.store.models import ActionRow, JobRow, LaunchRow
+from paceline_server.store.models import LaunchRow
 from paceline_wire.topology import Topology
+from tests.server.rows import request_restart, toy_job
 
 PROCESS = Path(__file__).with_name("launch_process.py")
 
@@ -44,22 +42,15 @@ class CommittedRequests:
         self._environment = dict(environment)
         self._lease_seconds = lease_seconds
         with self.database.write() as session:
-            session.add(
-                JobRow(
-                    id=job_id,
-                    name="train",
-                    spec=JobSpec(name="train", argv=[], topology=Topology(dp=2)),
-                    policy=Policy(),
-                    state="recovering",
-                    generation=0,
-                    topology=Topology(dp=2),
-                    created_ns=time.time_ns(),
-                    watched=True,
-                    stop_requested=False,
-                    cursor=0,
-                    ledger=Ledger(),
-                )
+            job = toy_job(
+                job_id,
+                topology=Topology(dp=2),
+                state="recovering",
+                generation=0,
+                created_ns=time.time_ns(),
+                watched=True,
             )
+            session.add(job)
 
     def request(
         self, action_id: str, launch: Launch, exclude: list[str], generation: int = 0
@@ -68,38 +59,15 @@ class CommittedRequests:
 
         `generation`: of the job at the time of the decision.
         """
-        now_ns = time.time_ns()
-        action = ActionView(
+        intent = LaunchRequest(
             action_id=action_id,
             kind="restart",
-            state="running",
+            launch=launch,
+            exclude=exclude,
             reason="Rank 1 crashed.",
-            generation=generation,
-            created_ns=now_ns,
         )
         with self.database.write() as session:
-            session.add(
-                ActionRow(
-                    id=action_id,
-                    job_id=self.job_id,
-                    kind="restart",
-                    state="running",
-                    restart_of=None,
-                    created_ns=now_ns,
-                    version=1,
-                    noticed=True,
-                    view=action,
-                )
-            )
-            session.flush()
-            intent = LaunchRequest(
-                action_id=action_id,
-                kind="restart",
-                launch=launch,
-                exclude=exclude,
-                reason="Rank 1 crashed.",
-            )
-            launches.request(session, self.job_id, intent, now_ns)
+            request_restart(session, self.job_id, intent, time.time_ns(), generation)
 
     def result(self, action_id: str) -> LaunchResult:
         with self.database.read() as session:

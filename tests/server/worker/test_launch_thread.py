@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from paceline_server.decide.types import ActionView, LaunchRequest, LaunchResult
+from paceline_server.decide.types import LaunchRequest, LaunchResult
 from paceline_server.engine.types import Launch
 from paceline_server.launchers.contract import (
     LauncherParts,
@@ -18,10 +18,10 @@ from paceline_server.launchers.contract import (
 )
 from paceline_server.store import launches
 from paceline_server.store.database import Database
-from paceline_server.store.models import ActionRow, LaunchRow
+from paceline_server.store.models import LaunchRow
 from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.launch_thread import LaunchThread
-from tests.server.rows import toy_job
+from tests.server.rows import request_restart, toy_job
 
 START_NS = 1_700_000_000_000_000_000
 
@@ -68,29 +68,11 @@ def thread(database: Database) -> LaunchThread:
 
 
 def request(session: Session, action_id: str, launcher: str, now_ns: int) -> None:
-    view = ActionView(
-        action_id=action_id,
-        kind="restart",
-        state="running",
-        reason="Rank 1 crashed.",
-        generation=1,
-        created_ns=now_ns,
-    )
-    row = ActionRow(
-        id=action_id,
-        job_id="job-1",
-        kind="restart",
-        state="running",
-        created_ns=now_ns,
-        version=1,
-        noticed=True,
-        view=view,
-    )
-    session.add(row)
-    session.flush()
     launch = Launch(launcher=launcher, job="7", restarts=0, nodes={})
-    intent = LaunchRequest(action_id=action_id, kind="restart", launch=launch, reason="")
-    launches.request(session, "job-1", intent, now_ns)
+    intent = LaunchRequest(
+        action_id=action_id, kind="restart", launch=launch, reason="Rank 1 crashed."
+    )
+    request_restart(session, "job-1", intent, now_ns)
 
 
 def results(database: Database) -> dict[str, LaunchResult]:
