@@ -123,6 +123,20 @@ def test_the_slower_of_two_peers_is_advice():
     assert "two ranks have no majority" in found.summary
 
 
+def test_a_peer_that_became_slower_unnoticed_was_not_slow_since_the_first_step():
+    """Of two ranks, one becomes slower too gradually for any step to show it."""
+    run = watched(Topology(2, 1, 1), 6, noise=Noise(step=0.02, drift=0.0))
+    run.advance(40)
+    for step in range(240):
+        run.slow = {1: 1.0 + 0.3 * step / 240}
+        run.advance(1)
+    run.advance(160)
+    found = run.findings
+    assert [(one.rank, one.persistence, one.severity) for one in found] == [(1, "chronic", "info")]
+    assert "but not in the first ones" in found[0].summary
+    assert "since the first step" not in found[0].summary
+
+
 def test_of_two_peers_the_one_that_waits_for_a_cpu_is_the_outlier():
     run = watched(Topology(2, 1, 1), 6)
     run.slow = {1: 1.6}

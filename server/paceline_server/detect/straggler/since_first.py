@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.observation import Generation
 from paceline_server.detect.statistics.change_point import (
@@ -39,6 +40,7 @@ class SlowSinceFirst:
         self._stages = generation.topology.pp
         self._peers = generation.topology.world_size // self._stages - 1
         self._relative: deque[Floats] = deque(maxlen=KEPT)
+        self._first: Floats | None = None  # typical levels in the first steps
         self.known: dict[int, Finding] = {}  # by rank, from its report to its recovery
 
     @property
@@ -57,6 +59,8 @@ class SlowSinceFirst:
             if known.size > 1:
                 relative[stage, known] = own[known] - medians_of_others(own[known])
         self._relative.append(relative.ravel())
+        if self._first is None and self.steps == self._settings.chronic_steps:
+            self._first = column_medians(np.array(self._relative))
 
     def is_due(self, pushed: int) -> bool:
         """Return whether enough steps were measured; `pushed`: their number."""
@@ -89,6 +93,13 @@ class SlowSinceFirst:
             if not is_known and not self._is_like_others(rank, typical):
                 yield rank, float(typical[rank])
 
+    def began_later(self, rank: int, size: float) -> bool:
+        """Return whether a rank that is slow by `size` was about as fast as its peers at first.
+
+        A rise that the noise of a busy host hid has left the steps that are kept by then.
+        """
+        return self._first is not None and bool(self._first[rank] < size / 2.0)
+
     def recovered(self, rows: Floats) -> list[int]:
         """Return the ranks with advice that have been as fast as their peers for long enough.
 
@@ -106,30 +117,36 @@ class SlowSinceFirst:
         self, blank: Finding, rank: int, subject: str, slowdown: float, step: int, now_ns: int
     ) -> Finding:
         """Return the advice on a rank; `blank`: a finding of its straggler without a text."""
-        whom, why = "peers", "it has more work or a weaker device"
-        if not self.is_outlier:
-            whom = "only peer"
-            why = (
-                "two ranks have no majority, so it has more work or a weaker device, or the other "
-                "has less work or a better one"
+        whom = "peers" if self.is_outlier else "only peer"
+        majority = "" if self.is_outlier else "two ranks have no majority, so "
+        if self.began_later(rank, math.log(slowdown)):
+            cause = UNKNOWN
+            lasts = f"was {slowdown:.2f}x slower than its {whom} in most of the last {self.steps} "
+            lasts += "steps, but not in the first ones"
+            why, of_other = "its work or its device changed", "those of the other"
+            advice = f"Compare the device, node and data of rank {rank} with those at the start."
+        else:
+            cause = "chronic imbalance"
+            lasts = f"has been {slowdown:.2f}x slower than its {whom} since the first step"
+            why = "it has more work or a weaker device"
+            of_other = "the other has less work or a better one"
+            advice = (
+                f"Give rank {rank} less work, or another device at the next start. "
+                "A restart alone changes nothing."
             )
+        if not self.is_outlier:
+            why += f", or {of_other}"
         return msgspec.structs.replace(
             blank,
             fingerprint=f"straggler:chronic:{rank}",
-            cause="chronic imbalance",
+            cause=cause,
             persistence="chronic",
             severity="info",
             slowdown=slowdown,
             step=step,
             detected_ns=now_ns,
-            summary=(
-                f"{subject} has been {slowdown:.2f}x slower than its {whom} since the first step: "
-                f"{why}."
-            ),
-            advice=(
-                f"Give rank {rank} less work, or another device at the next start. "
-                "A restart alone changes nothing."
-            ),
+            summary=f"{subject} {lasts}: {majority}{why}.",
+            advice=advice,
             evidence=[
                 Evidence(
                     f"compute time {slowdown:.2f}x that of the other ranks of its stage in most of "
