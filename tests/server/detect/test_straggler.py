@@ -123,18 +123,41 @@ def test_the_slower_of_two_peers_is_advice():
     assert "two ranks have no majority" in found.summary
 
 
-def test_a_peer_that_became_slower_unnoticed_was_not_slow_since_the_first_step():
-    """Of two ranks, one becomes slower too gradually for any step to show it."""
+def noisy_peers(seed, before, after):
+    """Two ranks with bursts that hide changes of single steps, and these slowdowns of rank 1."""
+    run = watched(Topology(2, 1, 1), seed, noise=Noise(step=0.02, drift=0.0))
+    chance, bursts = np.random.default_rng(seed), np.zeros(2)
+    for step in range(320):
+        bursts = 0.7 * bursts + chance.normal(0.0, 0.1, 2)
+        own = np.array([1.0, after if step >= 60 else before])
+        run.slow = dict(enumerate((own * np.exp(bursts)).tolist()))
+        run.advance(1)
+    return run.findings
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5])
+def test_a_rise_that_noise_hides_is_found_when_it_has_lasted(seed):
+    found = noisy_peers(seed, 1.0, 1.5)[0]
+    assert (found.rank, found.persistence) == (1, "persistent")
+    assert found.severity in ("warning", "critical")
+    assert found.onset_step == pytest.approx(60, abs=4)
+    assert found.slowdown == pytest.approx(1.5, rel=0.1)
+    assert noisy_peers(seed, 1.0, 1.0) == []
+
+
+def test_a_peer_that_was_left_behind_was_not_slow_since_the_first_step():
+    """Of two ranks, one becomes faster too gradually for any step to show it."""
     run = watched(Topology(2, 1, 1), 6, noise=Noise(step=0.02, drift=0.0))
-    run.advance(40)
+    run.slow = dict.fromkeys((0, 1), 1.3)
+    run.advance(50)
     for step in range(240):
-        run.slow = {1: 1.0 + 0.3 * step / 240}
+        run.slow[0] = 1.3 - 0.3 * step / 240
         run.advance(1)
     run.advance(160)
-    found = run.findings
-    assert [(one.rank, one.persistence, one.severity) for one in found] == [(1, "chronic", "info")]
-    assert "but not in the first ones" in found[0].summary
-    assert "since the first step" not in found[0].summary
+    assert {(one.rank, one.persistence, one.severity) for one in run.findings} == {
+        (1, "chronic", "info")
+    }
+    assert "but not in the first ones" in run.findings[0].summary
 
 
 def test_of_two_peers_the_one_that_waits_for_a_cpu_is_the_outlier():

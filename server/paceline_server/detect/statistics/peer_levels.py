@@ -202,19 +202,8 @@ class PeerLevels:
     def steps_since_jump(self, series: int, size: float) -> int | None:
         """Return for how many newest steps the series has been at its new level, `size` above the
         first one; None if it rose steadily instead.
-
-        A jump and a steady rise are fitted, each with its best onset, by the sum of absolute
-        errors: steps of a busy host scatter widely.
         """
-        risen = (self._monitor.values[:, series] - self._first[series]) / size
-        risen = risen[~np.isnan(risen)]
-        step, onset = np.arange(risen.size), np.arange(risen.size)[:, np.newaxis]
-        jump = (step >= onset).astype(float)
-        ramp = np.clip((step - onset) / np.maximum(risen.size - 1 - onset, 1), 0.0, 1.0)
-        of_jump, of_ramp = (np.abs(risen - fit).sum(axis=1) for fit in (jump, ramp))
-        if of_jump.min() > of_ramp.min():
-            return None
-        return int(risen.size - of_jump.argmin())
+        return steps_since_jump(self._monitor.values[:, series] - self._first[series], size)
 
     def accidents(self, shift: Shift) -> float:
         """Return how many such rises per step are expected from spikes that coincide by chance.
@@ -376,6 +365,23 @@ class PeerLevels:
         common[known] = medians_of_others(moved[known]) if known.size > 1 else 0.0
         own: Floats = levels - common
         return own
+
+
+def steps_since_jump(risen: Floats, size: float) -> int | None:
+    """Return for how many of the newest values they have been at `size`; None if they rose to it
+    steadily instead.
+
+    A jump and a steady rise are fitted, each with its best onset, by the sum of absolute errors:
+    steps of a busy host scatter widely.
+    """
+    risen = risen[~np.isnan(risen)] / size
+    step, onset = np.arange(risen.size), np.arange(risen.size)[:, np.newaxis]
+    jump = (step >= onset).astype(float)
+    ramp = np.clip((step - onset) / np.maximum(risen.size - 1 - onset, 1), 0.0, 1.0)
+    of_jump, of_ramp = (np.abs(risen - fit).sum(axis=1) for fit in (jump, ramp))
+    if of_jump.min() > of_ramp.min():
+        return None
+    return int(risen.size - of_jump.argmin())
 
 
 def _middle(values: Floats) -> float:

@@ -345,9 +345,25 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         own_share = self._recent.typical_own_seconds() / max(self._recent.step_seconds(), 1e-9)
         accident = math.log(largest_accident(share, span_ns / 1e9, own_share))
         for rank, size in first.found(rows, self._levels, accident):
-            first.known[rank] = self._report_since_first(rank, size, observation)
-            findings.append(first.known[rank])
+            steps = first.steps_since_rise(rank, size)
+            if steps is not None:
+                findings += self._report_if_certain(rank, size, steps, observation)
+            else:
+                first.known[rank] = self._report_since_first(rank, size, observation)
+                findings.append(first.known[rank])
         return findings
+
+    def _report_if_certain(
+        self, rank: int, size: float, steps: int, observation: Observation
+    ) -> list[Finding]:
+        """Return the finding on a rank whose rise noise has hidden; `follow` adds it later if it is
+        not certain yet."""
+        unit = self._units.name(rank, {rank})
+        rise = self._levels.assume(unit.ranks, steps, size)
+        active = self._activate(unit, "steady", self._levels, rise, steps)
+        now_ns = self._recent.newest.ended_ns
+        is_certain = active.lasts(now_ns) and self.is_certain(active, now_ns, observation)
+        return [self.report(active, observation)] if is_certain else []
 
     def _report_since_first(self, rank: int, size: float, observation: Observation) -> Finding:
         unit, first = self._units.name(rank, {rank}), self._since_first

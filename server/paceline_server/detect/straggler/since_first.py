@@ -1,6 +1,7 @@
-"""Ranks that were slower than their peers from the first step on.
+"""Ranks that have been slower than their peers in most of the steps that are kept.
 
-Such a level never rises. It is a property of the model, and advice, unless it is too high for that.
+If they were so from the first step on, no level rose. It is a property of the model, and advice,
+unless it is too high for that. If they were not, noise hid the rise, and time has made up for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline_server.detect.statistics.change_point import (
     MEDIAN_VARIANCE,
     column_medians,
 )
-from paceline_server.detect.statistics.peer_levels import PeerLevels
+from paceline_server.detect.statistics.peer_levels import PeerLevels, steps_since_jump
 from paceline_server.detect.straggler.settings import StragglerSettings
 from paceline_server.steps.peers import medians_of_others
 
@@ -40,7 +41,9 @@ class SlowSinceFirst:
         self._stages = generation.topology.pp
         self._peers = generation.topology.world_size // self._stages - 1
         self._relative: deque[Floats] = deque(maxlen=KEPT)
-        self._first: Floats | None = None  # typical levels in the first steps
+        self._levels: deque[Floats] = deque(maxlen=KEPT)
+        # Typical levels in the first steps: relative to the others, and absolute.
+        self._first: tuple[Floats, Floats] | None = None
         self.known: dict[int, Finding] = {}  # by rank, from its report to its recovery
 
     @property
@@ -59,8 +62,10 @@ class SlowSinceFirst:
             if known.size > 1:
                 relative[stage, known] = own[known] - medians_of_others(own[known])
         self._relative.append(relative.ravel())
+        self._levels.append(levels)
         if self._first is None and self.steps == self._settings.chronic_steps:
-            self._first = column_medians(np.array(self._relative))
+            kept = self._relative, self._levels
+            self._first = (column_medians(np.array(kept[0])), column_medians(np.array(kept[1])))
 
     def is_due(self, pushed: int) -> bool:
         """Return whether enough steps were measured; `pushed`: their number."""
@@ -94,11 +99,24 @@ class SlowSinceFirst:
                 yield rank, float(typical[rank])
 
     def began_later(self, rank: int, size: float) -> bool:
-        """Return whether a rank that is slow by `size` was about as fast as its peers at first.
+        """Return whether a rank that is slow by `size` was about as fast as its peers at first."""
+        return self._first is not None and bool(self._first[0][rank] < size / 2.0)
 
-        A rise that the noise of a busy host hid has left the steps that are kept by then.
+    def steps_since_rise(self, rank: int, size: float) -> int | None:
+        """Return for how many steps a rank that began to be slow later has been so.
+
+        None if it has not become slower itself, but its peers faster.
         """
-        return self._first is not None and bool(self._first[rank] < size / 2.0)
+        if self._first is None or not self.began_later(rank, size):
+            return None
+        relative, absolute = self._first
+        changed = column_medians(np.array(self._levels)) - absolute
+        own = slice(*self._stage_of(rank))
+        of_others = np.delete(changed[own], rank - own.start)
+        if changed[rank] < size / 2.0 or not np.nanmedian(of_others) > -size / 2.0:
+            return None
+        risen = np.array(self._relative)[:, rank] - relative[rank]
+        return steps_since_jump(risen, size) or self.steps
 
     def recovered(self, rows: Floats) -> list[int]:
         """Return the ranks with advice that have been as fast as their peers for long enough.
@@ -158,14 +176,18 @@ class SlowSinceFirst:
             ],
         )
 
+    def _stage_of(self, rank: int) -> tuple[int, int]:
+        """Return the first rank of its stage, and that after the last."""
+        size = self._peers + 1
+        return rank // size * size, (rank // size + 1) * size
+
     def _is_like_others(self, rank: int, typical: Floats) -> bool:
         """Return whether the other ranks of its stage differ among each other about as much.
 
         They do if sequences of different lengths make some of them slow for a number of steps.
         """
-        size = typical.size // self._stages
-        first = rank // size * size
-        others = np.delete(typical[first : first + size], rank - first)
+        first, end = self._stage_of(rank)
+        others = np.delete(typical[first:end], rank - first)
         others = others[~np.isnan(others)]
         if others.size < 2:
             return False
