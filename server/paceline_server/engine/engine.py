@@ -83,6 +83,8 @@ class Engine:
             return
         if self._running is not None:
             self._left_over += self._running.take_complete(None)
+            if self._running.placement.topology.world_size != placement.topology.world_size:
+                self._efficiency = Efficiency()  # the throughput of another number of ranks
         self._running = RunningGeneration(
             self.job_id, placement, self._policy, self._detectors, self._usual
         )

@@ -122,7 +122,7 @@ class Assembler:
         self._moved[ended] = True
 
     def _evict(self) -> None:
-        """2^17 spans of 104 bytes; if a rank records more in one step, the first ones are kept."""
+        """Drop the open step that the fewest ranks have ended; the oldest of several."""
         least = min(self._open, key=lambda step: (int(self._open[step].ended.sum()), step))
         del self._open[least]
         self.dropped_steps += 1

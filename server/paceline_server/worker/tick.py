@@ -37,6 +37,7 @@ from paceline_server.worker.snapshot import JobColumns, Snapshot, load_snapshot
 _COMMAND_IDS = 64  # number of ids reserved in one transaction
 _QUIET_NS = 500_000_000  # longest delay until changes that can wait are written
 _ENGINE_MEMORY_NS = 5_000_000_000
+_ENGINE_MEMORY_NS_PER_BYTE = 10_000  # 100 kB/s: that of a long job has 4 MB
 _FLEET_NS = 600_000_000_000  # how often the fleet's failures are read: they change slowly
 _FLEET_SINCE_NS = 90 * 86_400_000_000_000
 _RANK_PAUSE_NS = 400_000  # per rank: 10,240 ranks are written every 4 s, 128 at each tick
@@ -102,6 +103,7 @@ class JobWorker:
         self._command_ids: Iterator[int] = iter(())
         self._written_ns = clock()
         self._engine_memory_ns = 0
+        self._engine_memory_pause_ns = _ENGINE_MEMORY_NS
         self._ranks_written_ns = 0
         self._fleet_ns = 0
 
@@ -151,7 +153,7 @@ class JobWorker:
         columns = decided_columns(self._memory, detected, decision, now_ns)
         outcome = detected.outcome
         memory_age_ns = abs(now_ns - self._engine_memory_ns)
-        is_due = columns.state in FINISHED or memory_age_ns > _ENGINE_MEMORY_NS
+        is_due = columns.state in FINISHED or memory_age_ns > self._engine_memory_pause_ns
         ranks = self._memory.ranks
         placement = _placement(columns, decision, now_ns)
         write_ranks = placement is None and not self._ranks_wait(now_ns)
@@ -213,6 +215,8 @@ class JobWorker:
         self._written_ns = now_ns
         if commit.engine_memory is not None:
             self._engine_memory_ns = now_ns
+            pause_ns = len(commit.engine_memory) * _ENGINE_MEMORY_NS_PER_BYTE
+            self._engine_memory_pause_ns = max(pause_ns, _ENGINE_MEMORY_NS)
         if commit.placement is None:
             if commit.rank_rows is not None:
                 self._memory.ranks.committed()

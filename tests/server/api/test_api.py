@@ -628,6 +628,24 @@ def test_scaling_is_measured_against_the_smallest_earlier_run(
     assert re.search(figure, text, re.MULTILINE)
 
 
+def test_scaling_is_not_measured_against_another_model(server: Any, client: httpx.Client) -> None:
+    """One model needs 6e9 FLOPs per token, the other one 24e9."""
+    small, large, unknown = (
+        {"tokens_per_second": 1000.0, "model_flops_per_second": 6e12},
+        {"tokens_per_second": 900.0, "model_flops_per_second": 21.6e12},
+        {"tokens_per_second": 950.0},
+    )
+    runs = [
+        finished_run(server, ranks, number, **figures)
+        for number, (ranks, figures) in enumerate(
+            [(1, small), (2, large), (4, large), (4, small), (4, unknown)]
+        )
+    ]
+    scaling = [client.get(f"/api/v1/jobs/{one}").json()["efficiency"]["scaling"] for one in runs]
+    assert scaling[1] is None
+    assert [one["base_job_id"] for one in scaling[2:]] == [runs[1], runs[0], runs[0]]
+
+
 def test_metrics_show_the_newest_step_of_each_job(server: Any, client: httpx.Client) -> None:
     job_id, started = post_job(server.url, dp=2), post_job(server.url, dp=2)
     for number, slowdown in ((3, 9.0), (4, 1.5)):

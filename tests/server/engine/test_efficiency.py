@@ -22,11 +22,12 @@ Two data-parallel ranks train four steps. Times are milliseconds since the start
 from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 from simulated_job import SimulatedJob
 
 from paceline_server.engine.engine import Engine
 from paceline_server.engine.types import Outcome, Placement
-from paceline_server.steps.types import MemoryUse
+from paceline_server.steps.types import Efficiency, MemoryUse
 from paceline_wire.batch import Batch, RankDefined, SpanBlock
 from paceline_wire.ring import GroupDefinition, RankDescription
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, Flag, MemoryKind, Op, to_columns
@@ -320,6 +321,17 @@ def test_the_figures_survive_a_change_of_worker(run: Run) -> None:
     before = run.step(HEALTHY, HEALTHY).ledger
     heir = Engine("job", memory=run.engine.memory())
     assert heir.tick(run.now_ns).ledger == before
+
+
+def test_the_figures_of_another_number_of_ranks_end_with_its_generation(run: Run) -> None:
+    before = run.step(HEALTHY, HEALTHY).ledger.efficiency
+    placement = Placement(
+        generation=1, topology=Topology(dp=2), nodes={}, gpus={}, metadata={}, started_ns=run.now_ns
+    )
+    run.engine.place(placement)
+    assert run.engine.tick(run.now_ns).ledger.efficiency == before
+    run.engine.place(replace(placement, generation=2, topology=Topology(dp=1)))
+    assert run.engine.tick(run.now_ns).ledger.efficiency == Efficiency()
 
 
 def test_metadata_that_ranks_find_out_later_counts(run: Run) -> None:

@@ -185,6 +185,24 @@ def test_what_is_written_regularly_does_not_wait_after_the_clock_was_set_back(
     assert worker.commit(snapshot, commit, before_ns).wrote
 
 
+def test_a_long_ledger_is_written_less_often(store: Database) -> None:
+    worker = job_worker(store, "first")
+    worker.tick(START_NS)
+    written = []
+    for now_ns, size in ((START_NS + SECOND, 1_000), (START_NS + 2 * SECOND, 4_000_000)):
+        snapshot = worker.snapshot(now_ns)
+        detected = worker.detect(snapshot, worker.feed(snapshot), now_ns)
+        decision = worker.decide(snapshot, detected, now_ns)
+        commit = worker.prepare(snapshot, detected, decision, now_ns)
+        assert worker.commit(snapshot, replace(commit, engine_memory=bytes(size)), now_ns).wrote
+        later = (
+            worker.prepare(snapshot, detected, decision, now_ns + seconds * SECOND)
+            for seconds in (4, 6, 39, 41)
+        )
+        written.append([each.engine_memory is not None for each in later])
+    assert written == [[False, True, True, True], [False, False, False, True]]
+
+
 def is_suspended(store: Database, progress: ActionProgress, *, has_begun: bool = False) -> bool:
     """Return whether detection is suspended at a phase of a restart of the job."""
     action = ActionView(
