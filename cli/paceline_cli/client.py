@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import click
 import httpx
@@ -132,7 +133,7 @@ class Client:
 
     def _answer(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            response = self._http.request(method, path, **options)
+            response = self._http.request(method, quote(path), **options)
         except httpx.TransportError as error:
             raise click.ClickException(
                 f"no answer from {self.server} ({error}). Is `paceline server` running there? "

@@ -7,6 +7,7 @@ server's nor the agent's extra.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -97,6 +98,8 @@ class LazyCommands(click.Group):
     """A group whose members are imported on first use."""
 
     def main(self, *args: Any, **options: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may lack letters of a job's name
+            sys.stdout.reconfigure(errors="replace")
         try:
             return super().main(*args, **options)
         except OSError as error:

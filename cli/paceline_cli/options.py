@@ -29,6 +29,16 @@ class OutputFile(click.Path):
         return path
 
 
+class ResourceId(click.types.StringParamType):
+    """The id of a job, incident, action or node, which is one part of an address."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(super().convert(value, param, ctx))
+        if text in ("", ".", "..") or "/" in text:
+            self.fail(f"expected an id as the list shows it, got {text!r}", param, ctx)
+        return text
+
+
 class Seconds(click.FloatRange):
     """A finite number in a range: click's own range accepts NaN."""
 

@@ -148,6 +148,11 @@ def percent(ratio: float | None, digits: int = 1) -> str | None:
     return None if ratio is None else f"{ratio * 100:.{digits}f}%"
 
 
+def number(value: float) -> str:
+    """Return three significant digits, from 1,000 on all before the point."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
 def size(value: int) -> str:
     """Return a number of bytes such as `54 GiB`."""
     power = min(max(value.bit_length() - 1, 0) // 10, 4)

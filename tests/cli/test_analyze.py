@@ -83,6 +83,12 @@ def test_bad_input_is_one_sentence_and_exit_status_2(arguments: list[str], sente
     assert "Traceback" not in result.stderr
 
 
+def test_the_name_of_a_job_may_have_a_dot() -> None:
+    """The id of an external job is the name of its launcher, such as `llama.7b`."""
+    result = analyze("llama.7b", "--server", "http://127.0.0.1:9")
+    assert "no answer from http://127.0.0.1:9" in result.stderr
+
+
 def test_analyze_imports_no_server_or_client_packages_that_it_does_not_need() -> None:
     code = (
         "import sys; from paceline_cli.main import run_main\n"

@@ -33,6 +33,8 @@ class Handler(BaseHTTPRequestHandler):
             type(self).event_requests.append(self.headers.get("Last-Event-ID"))
             body = b': hello\n\nid: 7\nevent: job\ndata: {"state":\ndata: "running"}\n\n'
             self._send(200, body, "text/event-stream")
+        elif url.path == "/api/v1/nodes/a%20%231%3F":
+            self._answer(200, {"path": self.path})
         elif url.path == "/api/v1/incidents/i":
             self._answer(200, {"id": "i", "as": self.headers.get("Authorization")})
         elif url.path == "/api/v1/locked":
@@ -76,6 +78,10 @@ def client() -> Iterator[Client]:
 
 def test_a_list_is_read_page_after_page(client: Client) -> None:
     assert client.items("/jobs") == ["first", "second"]
+
+
+def test_an_id_may_have_any_letters(client: Client) -> None:
+    assert client.get("/nodes/a #1?") == {"path": "/api/v1/nodes/a%20%231%3F"}
 
 
 def test_events_resume_after_the_last_one_seen(client: Client) -> None:

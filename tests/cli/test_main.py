@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,24 @@ def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
         )
     assert ended.returncode == 1
     assert ended.stderr == "Error: not everything could be printed: No space left on device\n"
+
+
+def test_letters_that_a_locale_lacks_are_replaced() -> None:
+    code = (
+        "import click; from paceline_cli.main import LazyCommands, main\n"
+        "show = click.Command('show', callback=lambda: click.echo('Z\u00fcrich \u65e5'))\n"
+        "LazyCommands.get_command = lambda *_: show; main(['show'])"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert (ended.stdout, ended.stderr) == (b"Z\xfcrich ?\n", b"")
+
+
+@pytest.mark.parametrize("words", ["jobs show", "jobs stop", "incidents show", "nodes release"])
+@pytest.mark.parametrize("name", ["", "..", "../jobs", "a/b"])
+def test_an_id_is_one_part_of_an_address(words: str, name: str) -> None:
+    shown = invoke(*words.split(), name)
+    assert f"expected an id as the list shows it, got {name!r}" in shown
 
 
 @pytest.mark.parametrize(("no_color", "is_coloured"), [("", True), ("1", False)])

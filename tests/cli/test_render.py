@@ -21,3 +21,11 @@ from paceline_cli import render
 )
 def test_sizes_have_three_digits_and_no_exponent(value, text):
     assert render.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.012, "0.012"), (24.44, "24.4"), (999.4, "999"), (999.7, "1,000"), (7200.3, "7,200")],
+)
+def test_numbers_have_no_exponent(value, text):
+    assert render.number(value) == text

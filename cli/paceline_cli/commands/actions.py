@@ -7,13 +7,13 @@ import click
 from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import ClientGroup, server_option
-from paceline_cli.options import json_option, server_options
+from paceline_cli.options import ResourceId, json_option, server_options
 
 STATES = ("proposed", "approved", "running", "done", "failed", "rejected", "superseded")
 
 
 @click.group(cls=ClientGroup, invoke_without_command=True)
-@click.option("--job", help="Only of this job.")
+@click.option("--job", type=ResourceId(), help="Only of this job.")
 @click.option("--state", type=click.Choice(STATES), help="Only in this state.")
 @server_options
 @json_option
@@ -64,7 +64,7 @@ def actions(
 
 
 @actions.command()
-@click.argument("action")
+@click.argument("action", type=ResourceId())
 @json_option
 @click.pass_context
 def show(ctx: click.Context, action: str, as_json: bool) -> None:
@@ -90,7 +90,7 @@ def show(ctx: click.Context, action: str, as_json: bool) -> None:
 
 
 @actions.command()
-@click.argument("action")
+@click.argument("action", type=ResourceId())
 @click.option("--comment", default="", help="For the audit log.")
 @json_option
 @click.pass_obj
@@ -100,7 +100,7 @@ def approve(client: Client, action: str, comment: str, as_json: bool) -> None:
 
 
 @actions.command()
-@click.argument("action")
+@click.argument("action", type=ResourceId())
 @click.option("--comment", default="", help="For the audit log.")
 @json_option
 @click.pass_obj

@@ -14,6 +14,7 @@ import click
 from paceline_cli.extras import load
 from paceline_cli.options import OutputFile, server_options, steps_option
 
+TRACE_SUFFIX = ".parquet"
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -71,5 +72,5 @@ def analyze(
 
 
 def _is_job(trace: Path) -> bool:
-    """Return whether the argument is a job: it has neither a suffix nor a folder."""
-    return not os.path.exists(trace) and not trace.suffix and trace.parent == Path()
+    """Return whether the argument is a job: no file, without a folder and a suffix of traces."""
+    return not os.path.exists(trace) and trace.suffix != TRACE_SUFFIX and trace.parent == Path()

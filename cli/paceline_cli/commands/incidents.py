@@ -9,11 +9,11 @@ import click
 from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import ClientGroup, server_option
-from paceline_cli.options import json_option, server_options
+from paceline_cli.options import ResourceId, json_option, server_options
 
 
 @click.group(cls=ClientGroup, invoke_without_command=True)
-@click.option("--job", help="Only of this job.")
+@click.option("--job", type=ResourceId(), help="Only of this job.")
 @click.option(
     "--state", type=click.Choice(["open", "mitigating", "resolved"]), help="Only in this state."
 )
@@ -89,7 +89,7 @@ def show_recovery(found: dict[str, Any] | None) -> None:
     show_default=True,
     help="Only recoveries of the last days.",
 )
-@click.option("--job", help="Only recoveries of this job.")
+@click.option("--job", type=ResourceId(), help="Only recoveries of this job.")
 @json_option
 @click.pass_obj
 def recoveries(client: Client, days: int, job: str | None, as_json: bool) -> None:
@@ -123,11 +123,11 @@ def recoveries(client: Client, days: int, job: str | None, as_json: bool) -> Non
 def _quantiles(found: dict[str, Any] | None) -> str:
     if found is None:
         return "-"
-    return "/".join(f"{found[f'{name}_seconds']:.3g}" for name in ("p50", "p90", "p99"))
+    return "/".join(render.number(found[f"{name}_seconds"]) for name in ("p50", "p90", "p99"))
 
 
 @incidents.command()
-@click.argument("incident")
+@click.argument("incident", type=ResourceId())
 @json_option
 @click.pass_context
 def show(ctx: click.Context, incident: str, as_json: bool) -> None:

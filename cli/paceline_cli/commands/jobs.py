@@ -12,7 +12,7 @@ import click
 from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import ClientGroup, server_option
-from paceline_cli.options import OutputFile, json_option, server_options, steps_option
+from paceline_cli.options import OutputFile, ResourceId, json_option, server_options, steps_option
 from paceline_cli.trace import fetch_trace
 
 # py-spy takes up to 5 s on a busy machine; PyTorch polls its pipe once a second.
@@ -96,7 +96,7 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
 
 
 @jobs.command()
-@click.argument("job")
+@click.argument("job", type=ResourceId())
 @json_option
 @click.pass_context
 def show(ctx: click.Context, job: str, as_json: bool) -> None:
@@ -205,16 +205,12 @@ def show_ledger(ledger: dict[str, Any]) -> None:
         click.echo(f"ETTR {render.percent(ledger['ettr_ratio'])}: time in steps that count")
 
 
-def _rounded(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
 def show_efficiency(found: dict[str, Any] | None) -> None:
     """Print the known efficiency figures of the recent steps; None: an earlier server has none."""
     if not found or not found["steps"]:
         return
     parts = [
-        f"{_rounded(found[f'{work}_per_second'])} {work}/s"
+        f"{render.number(found[f'{work}_per_second'])} {work}/s"
         for work in ("tokens", "samples")
         if found[f"{work}_per_second"] is not None
     ]
@@ -246,7 +242,7 @@ def show_efficiency(found: dict[str, Any] | None) -> None:
 
 
 @jobs.command()
-@click.argument("job")
+@click.argument("job", type=ResourceId())
 @json_option
 @click.pass_obj
 def stop(client: Client, job: str, as_json: bool) -> None:
@@ -259,7 +255,7 @@ def stop(client: Client, job: str, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job")
+@click.argument("job", type=ResourceId())
 @click.option(
     "--rank",
     "ranks",
@@ -299,7 +295,7 @@ def _await_stacks(client: Client, path: str, deadline: float) -> Any:
 
 
 @jobs.command("flight-recorder")
-@click.argument("job")
+@click.argument("job", type=ResourceId())
 @timeout_option
 @json_option
 @click.pass_obj
@@ -338,7 +334,7 @@ def _show_dumps(found: dict[str, Any]) -> None:
 
 
 @jobs.command()
-@click.argument("job")
+@click.argument("job", type=ResourceId())
 @click.option(
     "-o",
     "--output",

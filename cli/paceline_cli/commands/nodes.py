@@ -7,7 +7,7 @@ import click
 from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import ClientGroup
-from paceline_cli.options import json_option, server_options
+from paceline_cli.options import ResourceId, json_option, server_options
 
 
 @click.group(cls=ClientGroup, invoke_without_command=True)
@@ -45,7 +45,7 @@ def nodes(ctx: click.Context, server: str, token: str | None, as_json: bool) -> 
 
 
 @nodes.command()
-@click.argument("node")
+@click.argument("node", type=ResourceId())
 @click.pass_obj
 def release(client: Client, node: str) -> None:
     """End the quarantine of a node."""

@@ -11,7 +11,7 @@ from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import ClientGroup
 from paceline_cli.extras import load
-from paceline_cli.options import json_option, server_options
+from paceline_cli.options import ResourceId, json_option, server_options
 
 _HASH_CHARACTERS = 12
 
@@ -37,7 +37,7 @@ def policy(ctx: click.Context, server: str, token: str | None, as_json: bool) ->
 
 
 @policy.command()
-@click.argument("job")
+@click.argument("job", type=ResourceId())
 @json_option
 @click.pass_obj
 def show(client: Client, job: str, as_json: bool) -> None:
@@ -51,7 +51,7 @@ def show(client: Client, job: str, as_json: bool) -> None:
 
 
 @policy.command("set")
-@click.argument("job")
+@click.argument("job", type=ResourceId())
 @click.argument("values", nargs=-1, required=True, metavar="FIELD=VALUE...")
 @click.option("--comment", default="", help="For the audit log.")
 @json_option
@@ -80,7 +80,7 @@ def set_policy(
 
 
 @policy.command()
-@click.argument("job", required=False)
+@click.argument("job", type=ResourceId(), required=False)
 @json_option
 @click.pass_obj
 def history(client: Client, job: str | None, as_json: bool) -> None:
