@@ -47,6 +47,63 @@ def test_a_node_that_writes_slowly_is_named():
     assert "async_save" in found.advice
 
 
+def test_one_rank_that_writes_the_model_is_no_slow_node():
+    """As in data-parallel training with Hugging Face: the others write only their random state."""
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    watched.show(played(lambda _: {**dict.fromkeys(EVERYONE, 0.01), 0: 0.7}))
+    assert watched.findings == []
+
+
+def test_one_rank_that_writes_the_model_may_become_slow():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    watched.show(
+        played(lambda number: {**dict.fromkeys(EVERYONE, 0.01), 0: 0.3 if number < 3 else 1.4})
+    )
+    [found] = watched.findings
+    assert (found.rank, found.cause) == (0, "slow storage of the node")
+    assert "takes 1.4 s to write its checkpoint, instead of 300 ms: this costs" in found.summary
+
+
+def test_ranks_of_a_slow_node_are_one_finding_whichever_takes_longest():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    pairs = [{4: 1.2, 5: 1.3}, {4: 1.3, 5: 1.2}]
+    watched.show(
+        played(
+            lambda number: {
+                **dict.fromkeys(EVERYONE, 0.2),
+                **(pairs[number % 2] if number > 2 else {}),
+            },
+            checkpoints=10,
+        )
+    )
+    [found] = watched.findings
+    assert found.fingerprint == "checkpoint_stall:node-2"
+
+
+@pytest.mark.parametrize("slow", [EVERYONE, (4, 5)])
+def test_a_slow_storage_is_reported_as_long_as_it_is_slow(slow):
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    steps = played(
+        lambda number: {
+            **dict.fromkeys(EVERYONE, 0.2),
+            **(dict.fromkeys(slow, 0.7) if 4 <= number < 20 else {}),
+        },
+        checkpoints=24,
+    )
+    _, over = watched.show(steps)
+    assert over.cleared
+    assert over.detected_ns > int(steps[20 * 20].ranks.end_ns.max())
+
+
+def test_a_storage_that_becomes_slow_replaces_the_advice():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    watched.show(played(lambda number: dict.fromkeys(EVERYONE, 0.9 if number < 6 else 3.0), 9, 10))
+    advice, slow = watched.findings
+    assert (advice.cause, advice.severity) == ("blocking checkpoints", "info")
+    assert (slow.cause, slow.severity) == ("slow storage", "warning")
+    assert slow.fingerprint == advice.fingerprint
+
+
 def test_storage_that_becomes_slow_is_reported():
     watched = Watched(CheckpointStallDetector, JOB.topology)
     watched.show(played(lambda number: dict.fromkeys(EVERYONE, 0.2 if number < 4 else 0.7)))

@@ -11,6 +11,7 @@ from paceline_server.detect.finding import Finding
 from paceline_wire.batch import RankExited, Sample
 from paceline_wire.ring import Frame, GroupProgress
 from paceline_wire.spans import Op
+from paceline_wire.topology import Topology
 
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4242"
 
@@ -278,6 +279,14 @@ def test_ranks_whose_agents_are_shut_down_were_stopped_on_request(job):
     )
 
 
+def test_the_only_rank_is_stopped_on_request():
+    job = SimulatedJob(Topology(1, 1, 1))
+    job.advance(4)
+    drain(job, 0)
+    [found] = all_nodes_report(job)
+    assert found.summary == "Rank 0 was stopped on request: the agent of node-0 was shut down."
+
+
 def test_ranks_that_lost_those_of_a_drained_node_are_not_blamed(job):
     drain(job, 4, 5)
     for rank in (0, 1, 2, 3, 6, 7):
@@ -388,6 +397,17 @@ def test_an_unexplained_broken_connection_is_reported_in_the_end(job):
         ("Traceback\n  x\nValueError: no such batch\n\n", "exit code 3: ValueError: no such batch"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried", "out of memory"),
         ("", "exit code 3"),
+        (
+            "WARNING: cannot allocate memory for pinned buffers\n"
+            'Traceback (most recent call last):\n  File "t.py", line 1, in x\nKeyError: 3\n',
+            "exit code 3: KeyError: 3",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "t.py", line 1, in x\nMemoryError\n\n'
+            "During handling of the above exception, another exception occurred:\n\n"
+            'Traceback (most recent call last):\n  File "t.py", line 9, in x\nKeyError: 3\n',
+            "out of memory",
+        ),
     ],
 )
 def test_the_last_log_line_names_the_cause(job, log_tail, cause):

@@ -1,8 +1,9 @@
 """Detect checkpoints that block training for too long.
 
-Three cases: one node writes slower than the others (its disk or its path to the storage); all nodes
-write slower than before (the storage); or the checkpoints are as fast as before but take much of
-the run (advice: save asynchronously).
+Three cases: one node writes slower than the others and than before (its disk or its path to the
+storage); all nodes write slower than before (the storage); or the checkpoints are as fast as before
+but take much of the run (advice: save asynchronously). A rank that always writes longer has more to
+write: in data-parallel training often one rank writes the model.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ Floats = npt.NDArray[np.float64]
 # Measured: torch.distributed.checkpoint.async_save blocks for 0.40x of the time of save.
 ASYNC_BLOCKS = 0.40
 CHECKPOINTS_STORED = 8
+_LEAST_EARLIER = 2  # checkpoints that show what is usual
+
+SLOW_NODE = "slow storage of the node"
+SLOW_STORAGE = "slow storage"
+BLOCKING = "blocking checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class _Checkpoint:
 
 
 class CheckpointStallDetector(Detector):
-    """Finding kind `checkpoint_stall`, fingerprints `checkpoint_stall[:RANK]`."""
+    """Finding kind `checkpoint_stall`, fingerprints `checkpoint_stall[:NODE]`."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (CHECKPOINT_STALL,)
     order: ClassVar[int] = 14
@@ -59,6 +65,9 @@ class CheckpointStallDetector(Detector):
         super().__init__(generation, policy)
         self.settings = settings
         self._checkpoints: deque[_Checkpoint] = deque(maxlen=CHECKPOINTS_STORED)
+        # Those before the newest two, without those of a slow storage.
+        self._earlier: deque[_Checkpoint] = deque(maxlen=CHECKPOINTS_STORED)
+        self._slow_until = -1  # newest step whose checkpoint was reported as slow
         self._other_steps: deque[float] = deque(maxlen=16)  # seconds of steps without a checkpoint
         self._since_seconds = 0.0
         self._active: dict[str, Finding] = {}
@@ -81,6 +90,8 @@ class CheckpointStallDetector(Detector):
         seconds[ranks.rank] = ranks.checkpoint_seconds
         usual = float(np.median(self._other_steps)) if self._other_steps else step_seconds
         started_ns = int(np.median(ranks.start_ns))
+        if len(self._checkpoints) > 1 and self._checkpoints[-2].step > self._slow_until:
+            self._earlier.append(self._checkpoints[-2])
         self._checkpoints.append(
             _Checkpoint(timing.step, seconds, usual, self._since_seconds, started_ns)
         )
@@ -94,8 +105,10 @@ class CheckpointStallDetector(Detector):
         """
         now_ns = observation.now_ns
         found = [*self._slow_ranks(now_ns), *self._slow_storage(now_ns)]
-        if not found:
-            found = self._expensive(now_ns)
+        if found:
+            self._slow_until = self._checkpoints[-1].step
+        if not found or (self._is_blocking() and found[-1].cause != SLOW_STORAGE):
+            found += self._expensive(now_ns)
         current = {finding.fingerprint: finding for finding in found}
         over = [
             cleared(finding, "Checkpoints are written at normal speed again.", now_ns)
@@ -105,21 +118,30 @@ class CheckpointStallDetector(Detector):
         new = [
             self._with_node(finding, observation)
             for finding in found
-            if finding.fingerprint not in self._active
+            if not self._is_known(finding)
         ]
-        self._active = {
-            **current,
-            **{finding.fingerprint: finding for finding in new},
-            **{name: self._active[name] for name in current if name in self._active},
-        }
+        known = {name: self._active[name] for name in current if name in self._active}
+        self._active = known | {finding.fingerprint: finding for finding in new}
         return [*over, *new]
 
+    def _is_known(self, finding: Finding) -> bool:
+        known = self._active.get(finding.fingerprint)
+        return known is not None and known.cause == finding.cause
+
+    def _is_blocking(self) -> bool:
+        return any(finding.cause == BLOCKING for finding in self._active.values())
+
     def _slow_ranks(self, now_ns: int) -> list[Finding]:
-        """Return ranks that were much slower than the others in the last two checkpoints."""
+        """Return ranks that were much slower in the last two checkpoints than the others, and than
+        before."""
         last = list(self._checkpoints)[-2:]
-        if len(last) < 2:
+        if len(self._earlier) < _LEAST_EARLIER:
             return []
-        slow = np.all([self._exceeds(each.seconds, each.typical, each) for each in last], axis=0)
+        before = np.median([each.seconds for each in self._earlier], axis=0)
+        slow = np.all(
+            [self._exceeds(each.seconds, np.maximum(before, each.typical), each) for each in last],
+            axis=0,
+        )
         writers = (last[-1].seconds > 0).sum()
         ranks = np.flatnonzero(slow).tolist()
         if not ranks or 2 * len(ranks) >= writers:
@@ -127,7 +149,7 @@ class CheckpointStallDetector(Detector):
         nodes: dict[str | None, list[int]] = {}
         for rank in ranks:
             nodes.setdefault(self.generation.node(rank), []).append(rank)
-        return [self._slow_rank(ranks_of_node, now_ns) for ranks_of_node in nodes.values()]
+        return [self._slow_rank(ranks_of_node, before, now_ns) for ranks_of_node in nodes.values()]
 
     def _with_node(self, finding: Finding, observation: Observation) -> Finding:
         """Add the diagnosis of the node. It changes neither the rank nor the cause."""
@@ -150,7 +172,7 @@ class CheckpointStallDetector(Detector):
         )
 
     def _exceeds(
-        self, seconds: Floats, usual: float, checkpoint: _Checkpoint
+        self, seconds: Floats, usual: Floats | float, checkpoint: _Checkpoint
     ) -> npt.NDArray[np.bool_]:
         settings = self.settings
         least = max(settings.step_share * checkpoint.step_seconds, settings.least_seconds)
@@ -159,35 +181,36 @@ class CheckpointStallDetector(Detector):
         )
         return found
 
-    def _slow_rank(self, ranks: list[int], now_ns: int) -> Finding:
+    def _slow_rank(self, ranks: list[int], before: Floats, now_ns: int) -> Finding:
+        """Return the finding about the slow ranks of a node; `before`: usual seconds by rank."""
         newest = self._checkpoints[-1]
         rank = max(ranks, key=lambda writer: newest.seconds[writer])
-        seconds, normal = float(newest.seconds[rank]), newest.typical
+        node = self.generation.node(rank)
+        seconds, own = float(newest.seconds[rank]), float(before[rank])
+        normal = max(newest.typical, own)
+        usual = f"instead of {_text(own)}"
+        if newest.typical >= own:
+            usual = f"its peers take {_text(newest.typical)}"
+        takes = f"{self.generation.subject(rank)} takes {_text(seconds)} to write its checkpoint"
         return msgspec.structs.replace(
-            self._stall(
-                f"{self.generation.subject(rank)} takes {_text(seconds)} to write its checkpoint, "
-                f"its peers take {_text(normal)}",
-                seconds,
-                normal,
-                now_ns,
-            ),
-            fingerprint=f"checkpoint_stall:{rank}",
-            cause="slow storage of the node",
+            self._stall(f"{takes}, {usual}", seconds, normal, now_ns),
+            fingerprint=f"checkpoint_stall:{rank if node is None else node}",
+            cause=SLOW_NODE,
             rank=rank,
-            node=self.generation.node(rank),
+            node=node,
             stage=self.generation.stage(rank),
             ranks=ranks if len(ranks) > 1 else [],
         )
 
     def _slow_storage(self, now_ns: int) -> list[Finding]:
         """Return a finding after two much slower checkpoints, or one extremely slow one."""
-        checkpoints = list(self._checkpoints)
+        last = list(self._checkpoints)[-2:]
         for newest, ratio in ((2, 1.0), (1, 2.0)):
-            earlier = [each.typical for each in checkpoints[:-newest]]
-            if len(earlier) < 2:
+            earlier = [each.typical for each in [*self._earlier, *last[:-newest]]]
+            if len(earlier) < _LEAST_EARLIER:
                 continue
             usual = float(np.median(earlier))
-            latest = checkpoints[-newest:]
+            latest = last[-newest:]
             if all(
                 self._exceeds(np.array([each.typical]), ratio * usual, each)[0] for each in latest
             ):
@@ -198,7 +221,7 @@ class CheckpointStallDetector(Detector):
                     usual,
                     now_ns,
                 )
-                return [msgspec.structs.replace(finding, cause="slow storage")]
+                return [msgspec.structs.replace(finding, cause=SLOW_STORAGE)]
         return []
 
     def _expensive(self, now_ns: int) -> list[Finding]:
@@ -212,16 +235,14 @@ class CheckpointStallDetector(Detector):
         blocked = sum(float(each.seconds.max()) for each in checkpoints)
         cost = blocked / max(wall, 1e-9)
         limit = self.settings.cost_ratio
-        if cost < (limit * 0.8 if "checkpoint_stall" in self._active else limit):
+        if cost < (limit * 0.8 if self._is_blocking() else limit):
             return []
         seconds = blocked / len(checkpoints)
         finding = self._stall(
             f"Each checkpoint blocks training for {_text(seconds)}", seconds, 0.0, now_ns
         )
         return [
-            msgspec.structs.replace(
-                finding, cause="blocking checkpoints", severity="info", persistence="chronic"
-            )
+            msgspec.structs.replace(finding, cause=BLOCKING, severity="info", persistence="chronic")
         ]
 
     def _stall(self, what: str, seconds: float, normal: float, now_ns: int) -> Finding:

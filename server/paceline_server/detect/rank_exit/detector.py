@@ -425,7 +425,7 @@ class ExitDetector(Detector):
             return []
         self._reported_requested = ranks
         nodes = sorted({exited.node for exited in self._requested.values()})
-        is_all = len(ranks) == self.generation.topology.world_size
+        is_all = 1 < len(ranks) == self.generation.topology.world_size
         subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"
         verb = "was" if len(ranks) == 1 else "were"
         number = self._requested[ranks[0]].event.launcher_signal

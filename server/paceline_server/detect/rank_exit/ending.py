@@ -11,6 +11,7 @@ from paceline_server.detect.rank_exit.raised_error import (
     abort_line,
     aborted_by_itself,
     error_line,
+    errors_in,
     is_consequence,
     names_device_error,
     names_mismatch,
@@ -80,7 +81,7 @@ def cause_of(event: RankExited) -> str:
     if event.signal is not None:
         quote = abort_line(event.log_tail) if event.signal == signal.SIGABRT else ""
         return f"killed by {signal_name(event.signal)}" + (f": {quote}" if quote else "")
-    if _OUT_OF_MEMORY.search(event.log_tail):
+    if any(map(_OUT_OF_MEMORY.search, errors_in(event.log_tail) or [event.log_tail])):
         return OUT_OF_MEMORY
     if event.exit_code is None:
         return PROCESS_GONE

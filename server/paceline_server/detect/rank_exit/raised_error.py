@@ -82,6 +82,11 @@ def abort_line(log_tail: str) -> str:
     return _first_cause(raised, log_tail)
 
 
+def errors_in(log_tail: str) -> list[str]:
+    """Return the errors of the last traceback, and the C++ exceptions that ended the process."""
+    return [*(error.text for error in _raised_errors(log_tail)), *_thrown_errors(log_tail)]
+
+
 def is_consequence(log_tail: str) -> bool:
     """Return whether the rank failed because its connection to a peer broke.
 
