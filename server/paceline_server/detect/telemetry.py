@@ -121,6 +121,7 @@ STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.DISK_IO_TIME_WEIGHTED_SECONDS_TOTAL: _DEVICE,
     metric_names.FILESYSTEM_AVAIL_BYTES: ("mountpoint",),
     metric_names.FILESYSTEM_SIZE_BYTES: ("mountpoint",),
+    metric_names.FILESYSTEM_READONLY: ("mountpoint",),
 }
 POINTS_PER_SERIES = 64
 # Interval of older samples; the oldest are several times as far apart. A rank that has been slow

@@ -132,6 +132,20 @@ def test_checkpoints_that_take_much_of_the_run_lead_to_advice():
     assert found.cost_ratio == pytest.approx(0.9 / (10 * 0.55 + 0.9), rel=0.1)
 
 
+@pytest.mark.parametrize(("is_readonly", "cause"), [(0, "disk full"), (1, None)])
+def test_a_read_only_image_is_no_full_disk(is_readonly, cause):
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    slow = {4: 1.2, 5: 1.3}
+    steps = played(lambda number: {**dict.fromkeys(EVERYONE, 0.2), **(slow if number > 2 else {})})
+    labels = {"mountpoint": "/"}
+    for name, value in (("avail_bytes", 0), ("size_bytes", 1e9), ("readonly", is_readonly)):
+        sample = Sample(f"node_filesystem_{name}", labels, value, int(steps[90].ranks.end_ns[0]))
+        watched.telemetry.add("node-2", sample)
+    watched.show(steps)
+    names = [each.name for each in watched.findings[0].causes]
+    assert names == ([] if cause is None else [cause])
+
+
 def test_the_disk_of_the_node_that_writes_slowly_is_evidence():
     watched = Watched(CheckpointStallDetector, JOB.topology)
     slow = {4: 1.2, 5: 1.3}

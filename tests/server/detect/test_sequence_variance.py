@@ -109,3 +109,12 @@ def test_without_lengths_there_is_no_finding():
     watched = Watched(SequenceVarianceDetector, job.topology)
     watched.show([job.play(step) for step in range(40)])
     assert watched.findings == []
+
+
+def test_too_few_microbatches_show_no_cost_of_lengths():
+    """One microbatch per step: what a fit to so few samples explains is chance."""
+    topology = Topology(2, 1, 1)
+    job = SimulatedStep(topology, gpipe(1, 1), jitter=0.3)
+    watched = Watched(SequenceVarianceDetector, topology)
+    watched.show(played(job, 1.2, microbatches=1))
+    assert watched.findings == []

@@ -128,7 +128,7 @@ def _space(mount: Mount, now_ns: int) -> Iterator[Sample]:
         metric_names.FILESYSTEM_SIZE_BYTES: found.f_blocks * found.f_frsize,
         "node_filesystem_free_bytes": found.f_bfree * found.f_frsize,
         metric_names.FILESYSTEM_AVAIL_BYTES: found.f_bavail * found.f_frsize,
-        "node_filesystem_readonly": int(bool(found.f_flag & os.ST_RDONLY)),
+        metric_names.FILESYSTEM_READONLY: int(bool(found.f_flag & os.ST_RDONLY)),
     }
     if found.f_files:  # zero for network file systems without such a limit
         values["node_filesystem_files"] = found.f_files

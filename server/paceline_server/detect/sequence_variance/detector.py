@@ -169,9 +169,10 @@ class _LengthReplay:
         tokens = np.concatenate([work.tokens for work in works], axis=1)
         squares = np.concatenate([work.squares for work in works], axis=1)
         seconds = np.concatenate([work.seconds for work in works], axis=1)
-        if (tokens <= 0).any():
+        fitted = None if (tokens <= 0).any() else _expected(pipeline, tokens, squares, seconds)
+        if fitted is None:
             return None
-        expected, rates = _expected(pipeline, tokens, squares, seconds)
+        expected, rates = fitted
         even = _even(pipeline, expected)
         dealt = None
         if replicas > 1:
@@ -255,15 +256,14 @@ def _cells(pipeline: Pipeline) -> list[Ints]:
 
 def _expected(
     pipeline: Pipeline, tokens: Ints, squares: Ints, seconds: Floats
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats, Floats] | None:
     """Return expected seconds [action, lane] and coefficients (base, per token, per square)
-    [action, 3]."""
+    [action, 3]; None if there are too few microbatches to fit them."""
     expected, rates = np.empty_like(seconds), np.empty((pipeline.nodes, 3))
     for rows in _cells(pipeline):
         cost = fit_cost(tokens[rows].ravel(), squares[rows].ravel(), seconds[rows].ravel())
         if cost is None:
-            expected[rows], rates[rows] = seconds[rows], 0.0
-            continue
+            return None
         expected[rows] = cost.seconds(tokens[rows], squares[rows])
         rates[rows] = cost.base, cost.per_token, cost.per_squared_token
     return expected, rates

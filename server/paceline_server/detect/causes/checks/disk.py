@@ -87,7 +87,8 @@ def _free_space(suspect: Suspect) -> list[WeighedEvidence]:
     for labels, series in telemetry.all_of(node, _AVAILABLE):
         free = series.latest()
         size = telemetry.latest(node, metric_names.FILESYSTEM_SIZE_BYTES, **labels)
-        if free is None or not size:
+        is_image = telemetry.latest(node, metric_names.FILESYSTEM_READONLY, **labels) == 1
+        if free is None or not size or is_image:  # an image never has free space
             continue
         share = free / size
         text = f"{labels.get('mountpoint', '?')} of {node} has {percent(share)} of its space free"
