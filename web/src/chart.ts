@@ -1,6 +1,6 @@
 // The content of the time charts, computed from the store's state. Pure.
 import type { Action, Incident, Job, Step } from "./api";
-import { milliseconds, words } from "./format";
+import { clock, day, milliseconds, words } from "./format";
 import { appearanceOfIncident, type Tone } from "./tone";
 
 /** A vertical line in the chart, or a band if it has `until`. Epoch seconds. */
@@ -98,6 +98,16 @@ export function ceiling(values: readonly number[]): number {
   const typical = median(values);
   if (typical === null || most === 0) return 1;
   return Math.min(most, 6 * typical) * 1.12;
+}
+
+/** Labels of a time axis (epoch seconds): local times of day, and at midnight the day. */
+export function timeLabels(splits: readonly number[]): string[] {
+  const whole = splits.every((at) => at % 60 === 0);
+  return splits.map((at) => {
+    const text = clock(at * 1000, at * 1000);
+    if (text === "00:00:00") return day(at * 1000);
+    return whole ? text.slice(0, 5) : text;
+  });
 }
 
 export interface StageBubble {

@@ -121,6 +121,11 @@ export function clock(time: string | number, now: number = Date.now()): string {
   return day + date.toLocaleTimeString("en-GB");
 }
 
+/** "28 Nov", in local time. */
+export function day(time: number): string {
+  return new Date(time).toLocaleDateString("en-GB", { day: "numeric", month: "short" });
+}
+
 function isoDay(date: Date): string {
   const two = (value: number): string => String(value).padStart(2, "0");
   return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;

@@ -49,6 +49,11 @@ it("is turned when replicas are many, so that it stays wider than high", () => {
   expect(shape.width).toBeGreaterThan(shape.height);
 });
 
+it("shows a row of many replicas high enough to point at", () => {
+  expect(heatmap.geometry({ dp: 1000, pp: 1, tp: 1 }, 480, 360).height).toBeGreaterThanOrEqual(14);
+  expect(heatmap.geometry({ dp: 80, pp: 16, tp: 8 }, 480, 360).height).toBeLessThanOrEqual(360);
+});
+
 it("moves with the arrow keys across stages and stops at the edges", () => {
   const shape = heatmap.geometry({ dp: 2, pp: 2, tp: 2 }, 480, 360);
   const start = { dp_rank: 0, pp_rank: 0, tp_rank: 1 };

@@ -37,6 +37,8 @@ export interface Box {
 const CELL_MINIMUM = 3;
 const CELL_WIDTH_MAXIMUM = 120;
 const CELL_HEIGHT_MAXIMUM = 44;
+/** Narrow cells are this high, if there is room: one row of many replicas is no hairline. */
+const ROW_HEIGHT = 14;
 
 export function geometry(topology: Axes, width: number, height: number): Geometry {
   const model = topology.pp * topology.tp;
@@ -50,7 +52,7 @@ export function geometry(topology: Axes, width: number, height: number): Geometr
     return cell > 8 ? Math.floor(cell) : cell;
   };
   const cellWidth = fit(width - (turned ? 0 : gaps), across, CELL_WIDTH_MAXIMUM);
-  const cellHeight = fit(height - (turned ? gaps : 0), down, Math.min(CELL_HEIGHT_MAXIMUM, cellWidth * 1.5));
+  const cellHeight = fit(height - (turned ? gaps : 0), down, Math.min(CELL_HEIGHT_MAXIMUM, Math.max(cellWidth * 1.5, ROW_HEIGHT)));
   return {
     topology,
     turned,

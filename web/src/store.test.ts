@@ -168,3 +168,9 @@ it("knows its addresses", () => {
   expect(parse("/jobs/%")).toEqual({ view: "missing" });
   expect(parse("/elsewhere")).toEqual({ view: "missing" });
 });
+
+it("labels the time axis with the day at midnight", () => {
+  const at = (hour: number, second = 0): number => new Date(2026, 10, 28, hour, 0, second).getTime() / 1000;
+  expect(chart.timeLabels([at(-12), at(0), at(12)])).toEqual(["12:00", "28 Nov", "12:00"]);
+  expect(chart.timeLabels([at(1), at(1, 30)])).toEqual(["01:00:00", "01:00:30"]);
+});

@@ -2,7 +2,7 @@ import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 
 import type { Step } from "../api";
-import { ceiling, known, type Mark, type Points } from "../chart";
+import { ceiling, known, timeLabels, type Mark, type Points } from "../chart";
 import * as format from "../format";
 import { useWidth } from "./size";
 import { scheme, variable } from "./theme";
@@ -87,7 +87,7 @@ function create(
       },
     },
     axes: [
-      { ...axis, space: 70, size: 28, incrs: SECONDS, values: (_, splits) => times(splits) },
+      { ...axis, space: 70, size: 28, incrs: SECONDS, values: (_, splits) => timeLabels(splits) },
       {
         ...axis,
         size: 58,
@@ -121,14 +121,6 @@ function spread(low: number | null, high: number | null): uPlot.Range.MinMax {
   if (low === null || high === null) return [0, 1];
   const margin = (high - low) * 0.1 || Math.abs(high) * 0.05 || 1;
   return [low - margin, high + margin];
-}
-
-function times(splits: number[]): string[] {
-  const whole = splits.every((at) => at % 60 === 0);
-  return splits.map((at) => {
-    const text = format.clock(at * 1000, at * 1000);
-    return whole ? text.slice(0, 5) : text;
-  });
 }
 
 /** The value under the cursor, or the newest one. */
