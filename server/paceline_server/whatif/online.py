@@ -188,7 +188,7 @@ class RunReplay:
         gain_of_slowest = gain if len(ranks) == 1 else self._gain(ranks=[slowest])
         if gain_of_slowest - 1.0 >= SIMILAR_GAIN_RATIO * (gain - 1.0):
             return Fix("rank", f"rank {slowest}", gain_of_slowest), [slowest]
-        return Fix("worker", f"ranks {ranks[0]}-{ranks[-1]}", gain), ranks
+        return Fix("worker", _ranks_text(ranks), gain), ranks
 
     def _gain(self, **parts: Any) -> float:
         """Return the speedup with the parts idealized; 1.0 if it is unknown."""
@@ -264,6 +264,13 @@ class Built:
     def step_seconds(self, seconds: Seconds) -> Seconds:
         """Return step times for these durations of operations. [step]"""
         return step_seconds(self.model, replay(self.model, seconds[self.model.order]))
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    """Return `ranks 4-5`; `ranks 0, 4` if others are between them, as in some layouts."""
+    low, high = min(ranks), max(ranks)
+    is_row = high - low == len(ranks) - 1
+    return f"ranks {low}-{high}" if is_row else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
 def _slowest(slowdowns: Mapping[Part, float]) -> list[Part]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.steps.grid import grid_of
 from paceline_server.steps.timing import (
     CollectiveTimes,
     ComputeTimes,
@@ -68,7 +69,7 @@ class PlayedRun:
         self.random = np.random.default_rng(self.seed)
         topology = self.topology
         self.shape = (self.steps, topology.dp, topology.tp)
-        self.ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
+        self.ranks = grid_of(topology).ranks
         drawn = np.random.default_rng(self.seed + 1).uniform(
             1.0, self.spread, (self.microbatches, self.steps, topology.dp, 1)
         )

@@ -582,3 +582,9 @@ def test_corrupted_records_give_finite_or_unknown_results(seed: int) -> None:
 def test_replay_returns_the_executed_schedule() -> None:
     replay, _ = measured(PIPELINE, schedule="zero_bubble")
     assert replay.actions() == actions("zero_bubble", 4, 8)
+
+
+def test_a_worker_names_its_own_ranks_in_any_layout() -> None:
+    topology = Topology(dp=2, tp=2, layout=("pp", "tp", "dp", "cp", "ep"))
+    replay, _ = measured(topology, slow={0: 1.5, 2: 1.5})
+    assert "ranks 0, 2" in [fix.target for fix in replay.fixes()]
