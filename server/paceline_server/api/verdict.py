@@ -121,7 +121,8 @@ def _failed(session: Session, job: models.JobRow, worst: models.IncidentRow | No
 
 def _exited(row: models.RankRow) -> str:
     """Return the verdict of a job with a dead rank whose cause is not known yet."""
-    how = f"exit code {row.exit_code}" if row.signal is None else f"signal {row.signal}"
+    how = "an unknown exit code" if row.exit_code is None else f"exit code {row.exit_code}"
+    how = how if row.signal is None else f"signal {row.signal}"
     return (
         f"Rank {row.rank} ({row.agent_id}) has ended with {how}; training has stopped. "
         "The cause is being determined."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def analyze(
     return HangReport(
         culprits=ranks,
         kind=_kind(culprits, first),
-        is_certain=all(culprit.is_certain for culprit in culprits),
+        is_certain=_are_certain(culprits),
         process_group=None if first is None else _group(first.operation),
         first_missing=None if first is None else _missing(first),
         verdict=_verdict(culprits, first, without_dump),
@@ -219,44 +219,79 @@ def _name(wait: DumpWait) -> str:
     return f"{wait.op} {wait.operation.sequence} of {group.description or 'group'} ({group.name})"
 
 
-_COMPARE = "Compare its code path with that of its peers: a condition on the rank or on its data."
-
-
 def _verdict(
     culprits: list[DumpCulprit], first: DumpWait | None, without_dump: tuple[int, ...]
 ) -> str:
+    if first is None and without_dump:
+        lost = _ranks(without_dump)
+        return f"No dump shows a rank that waits for another one, but {lost} left no dump."
     if first is None:
-        lost = f"; {_ranks(without_dump)} left no dump" if without_dump else ""
-        return f"No hang: no rank waits for another one in a collective or transfer{lost}."
-    who = _ranks(culprit.rank for culprit in culprits)
-    what = _name(first)
+        return "No hang: no rank waits for another one in a collective or transfer."
+    by_end: dict[str, list[DumpCulprit]] = defaultdict(list)
+    for culprit in culprits:
+        by_end[_end(culprit)].append(culprit)
+    named = next(c for c in culprits if any(wait is first for wait in c.waits))
+    alike = by_end.pop(_end(named))
     members = _ranks(first.operation.group.ranks)
     waiting = sorted(first.operation.unfinished() - {culprit.rank for culprit in culprits})
     held = f"; {_ranks(waiting)} waited in it" if waiting else ""
-    cause, advice = _cause(culprits, first, who, what)
-    return f"{cause} (group of {members}{held}). {advice}"
+    cause, advice = _cause(alike, _end(named), first)
+    others = "".join(f"{_subject(some)} {end}. " for end, some in by_end.items())
+    return f"{cause} (group of {members}{held}). {others}{advice}"
 
 
-def _cause(culprits: list[DumpCulprit], first: DumpWait, who: str, what: str) -> tuple[str, str]:
+def _end(culprit: DumpCulprit) -> str:
+    """Return how the rank ended, as the predicate of a sentence."""
+    if culprit.kind == "mismatch":
+        return "launched a different operation"
+    is_lost = culprit.waits[0].reason is DumpWaitReason.NO_DUMP
+    return "left no dump" if is_lost else f"stopped on the {culprit.kind}"
+
+
+def _are_certain(culprits: Iterable[DumpCulprit]) -> bool:
+    return all(culprit.is_certain for culprit in culprits)
+
+
+def _subject(culprits: Sequence[DumpCulprit]) -> str:
+    who = _ranks(culprit.rank for culprit in culprits)
+    if len(culprits) > 1 and not _are_certain(culprits):
+        return f"One of {who} (the dumps do not say which)"
+    return who[0].upper() + who[1:]
+
+
+# Advice if one rank is to blame, and if several are.
+_COMPARE = (
+    "Compare its code path with that of its peers: a condition on the rank or on its data.",
+    "Compare their code paths with those of their peers: a condition on the rank or on its data.",
+)
+_FIND = (
+    "Check whether the process is alive, its log and its node.",
+    "Check whether the processes are alive, their logs and their nodes.",
+)
+_READ = (
+    "Read its Python stack and its log.",
+    "Read their Python stacks and their logs.",
+)
+_CHECK = (
+    "Check its GPU and links (XID errors in the kernel log, `nvidia-smi`).",
+    "Check their GPUs and links (XID errors in the kernel log, `nvidia-smi`).",
+)
+
+
+def _cause(culprits: Sequence[DumpCulprit], end: str, first: DumpWait) -> tuple[str, str]:
     """Return the cause as a clause, and a sentence with what to do."""
-    if not all(culprit.is_certain for culprit in culprits):
-        who = f"One of {who} (the dumps do not say which)" if len(culprits) > 1 else who
-    else:
-        who = who[0].upper() + who[1:]
-    match first.reason:
-        case DumpWaitReason.MISMATCH:
-            return f"{who} launched a different operation instead of {what}", _COMPARE
-        case DumpWaitReason.NO_DUMP:
-            cause = f"{who} left no dump, and all other ranks launched {what}"
-            return cause, "Check whether the process is alive, its log and its node."
-        case _ if any(culprit.kind == "mismatch" for culprit in culprits):
-            cause = f"{who} launched operations in another order: a different one precedes {what}"
-            return cause, _COMPARE
-        case DumpWaitReason.HOST:
-            cause = f"{who} stopped on the host before launching {what}"
-            return cause, "Read its Python stack and its log."
-    cause = f"{who} stopped on the device: every rank launched {what}, and it does not complete"
-    return cause, "Check its GPU and links (XID errors in the kernel log, `nvidia-smi`)."
+    who, what = _subject(culprits), _name(first)
+    number = len(culprits) > 1 and _are_certain(culprits)
+    if first.reason is DumpWaitReason.MISMATCH:
+        return f"{who} {end} instead of {what}", _COMPARE[number]
+    if first.reason is DumpWaitReason.NO_DUMP:
+        return f"{who} {end}, and all other ranks launched {what}", _FIND[number]
+    if culprits[0].kind == "mismatch":
+        cause = f"{who} launched operations in another order: a different one precedes {what}"
+        return cause, _COMPARE[number]
+    if first.reason is DumpWaitReason.HOST:
+        return f"{who} {end} before launching {what}", _READ[number]
+    return f"{who} {end}: every rank launched {what}, and it does not complete", _CHECK[number]
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -205,13 +205,21 @@ def test_a_verdict_that_the_analysis_has_not_confirmed_says_so(
 
 
 @pytest.mark.any_database
+@pytest.mark.parametrize(
+    ("ending", "how"),
+    [
+        ({"signal": 9}, "signal 9"),
+        ({"exit_code": 3}, "exit code 3"),
+        ({}, "an unknown exit code"),  # an external job
+    ],
+)
 def test_a_dead_rank_is_shown_before_its_cause_is_found(
-    server: Any, client: httpx.Client, job_id: str
+    server: Any, client: httpx.Client, job_id: str, ending: dict[str, int], how: str
 ) -> None:
-    change(server, RankRow, (job_id, 1), state="exited", signal=9)
+    change(server, RankRow, (job_id, 1), state="exited", **ending)
     job = get(client, job_id)
     assert (job["condition"], job["verdict"]["kind"]) == ("dead", "failure")
-    assert job["verdict"]["text"].startswith("Rank 1 (node-1) has ended with signal 9")
+    assert job["verdict"]["text"].startswith(f"Rank 1 (node-1) has ended with {how};")
     assert conditions(client, job_id) == ["blocked", "dead"]
 
 
