@@ -39,6 +39,8 @@ _RELEASE_SECONDS = 2.0  # credentials have a resolution of one second, and clock
 _REASON_CHARACTERS = 200
 _FIELDS = (
     "JobID",
+    "ArrayJobID",
+    "ArrayTaskID",
     "State",
     "Reason",
     "RestartCnt",
@@ -63,6 +65,7 @@ _UNKNOWN_JOB = "invalid job id"
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job as squeue shows it."""
 
+    name: str  # in commands
     state: str
     reason: str
     restarts: int
@@ -231,7 +234,11 @@ class SlurmLauncher:
         return None
 
     def _parsed(self, values: Mapping[str, str]) -> SlurmJob:
+        # The id of one task of an array may be that of the array, which names all of its tasks.
+        task = values["ArrayTaskID"]
+        name = f"{values['ArrayJobID']}_{task}" if task.isdecimal() else values["JobID"]
         return SlurmJob(
+            name=name,
             state=values["State"],
             reason=values["Reason"],
             restarts=int(values["RestartCnt"]),
@@ -256,13 +263,13 @@ class SlurmLauncher:
 
     def begin(self, request: LaunchRequest, seen: ShownRequest) -> None:
         """Do the next external action, if one is due. Raises LauncherError."""
-        job, name = seen.content, request.launch.job
+        job = seen.content
         assert isinstance(job, SlurmJob)
         if request.action_id not in self._configured and self._drain_next(request):
             return
         if job.restarts == request.launch.restarts:
             if seen.state == "ready":
-                self._run("scontrol", "requeuehold", name)
+                self._run("scontrol", "requeuehold", job.name)
         elif job.is_held_for_us or job.awaits_begin_time:
             since = self._pending_since.setdefault(request.action_id, self._clock())
             if request.action_id not in self._configured:
@@ -270,9 +277,9 @@ class SlurmLauncher:
                 self._configured.add(request.action_id)
             elif self._clock() - since >= _RELEASE_SECONDS:
                 if job.is_held_for_us:
-                    self._run("scontrol", "release", name)
+                    self._run("scontrol", "release", job.name)
                 else:
-                    self._update(name, "StartTime=now")
+                    self._update(job.name, "StartTime=now")
 
     def _drain_next(self, request: LaunchRequest) -> bool:
         """Drain one of the excluded nodes; return whether there was one to drain."""
@@ -301,7 +308,7 @@ class SlurmLauncher:
         The comment also has the nodes, because Slurm keeps the list over requeues: those of an
         earlier action may be used again once a person has returned them to service.
         """
-        name, ours = request.launch.job, ",".join(request.exclude)
+        name, ours = job.name, ",".join(request.exclude)
         before = set(self._hostnames(self._run("squeue", "-h", "-j", name, "-o", "%x").strip()))
         excluded = before - job.excluded_before | set(request.exclude)
         changes = [] if excluded == before else [f"ExcNodeList={','.join(sorted(excluded))}"]
@@ -314,8 +321,8 @@ class SlurmLauncher:
             if changes:
                 self._update(name, *changes)
 
-    def _update(self, job: str, *changes: str) -> None:
-        self._run("scontrol", "update", f"JobId={job}", *changes)
+    def _update(self, name: str, *changes: str) -> None:
+        self._run("scontrol", "update", f"JobId={name}", *changes)
 
 
 def _seen(state: ObservedState, detail: str, job: SlurmJob) -> ShownRequest:

@@ -149,3 +149,27 @@ class TestRefusals:
         wait_for(is_done, "the job, without the wait for BeginTime")
         assert slurm.job(job)["Restarts"] == "1"
         assert launcher.observe(check).state == "refused"
+
+    def test_only_the_task_of_an_array_that_needs_it_is_requeued(
+        self, slurm: SlurmCluster, submit: Callable[..., str], wait_for: Callable[..., Any]
+    ) -> None:
+        """The last task that starts has the id of the array, which names all tasks."""
+        array = submit("--array=0-1", nodes=1)
+        tasks = [f"{array}_0", f"{array}_1"]
+        wait_for(lambda: all(slurm.job(task)["JobState"] == "RUNNING" for task in tasks))
+        (last,) = [task for task in tasks if slurm.job(task)["JobId"] == array]
+        (other,) = [task for task in tasks if task != last]
+        nodes = {slurm.job(last)["NodeList"]: slurm.job(last)["NodeList"]}
+        launch = Launch(launcher="slurm", job=array, restarts=0, nodes=nodes)
+        request = LaunchRequest(action_id="act-1", kind="restart", launch=launch, reason="It hangs.")
+        launcher = SlurmLauncher()
+
+        def is_done() -> bool:
+            seen = launcher.observe(request)
+            if seen.state != "done":
+                launcher.begin(request, seen)
+            return seen.state == "done"
+
+        wait_for(is_done, "the task")
+        assert [slurm.job(task)["Restarts"] for task in (last, other)] == ["1", "0"]
+        assert slurm.job(other)["JobState"] == "RUNNING"
