@@ -61,6 +61,8 @@ _APIS = {
     "TrainJob": ("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
 _JOB = re.compile("[a-z0-9-]{1,63}/[a-z0-9][a-z0-9.-]{0,62}")  # namespace and name
+_NODE = re.compile("[a-z0-9][a-z0-9.-]{0,252}")
+_SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9}  # suffixes of a number of devices
 _REASON_CHARACTERS = 200
 
 
@@ -313,8 +315,10 @@ class KubernetesLauncher:
             return _seen("refused", f"{target.title} is suspended.", job)
         claimed = set(request.launch.nodes.values())
         shown = {pod.spec.node_name for pod in job.pods if pod.spec.node_name}
+        # Pods of an earlier run stay on a lost node until it is back.
+        left = {pod.spec.node_name for pod in job.pods if not pod.is_leaving} - {""}
         # A controller deletes the pods that ran beside a failed one.
-        is_theirs = shown <= claimed if job.has_failed else shown == claimed
+        is_theirs = left <= claimed and (job.has_failed or claimed <= shown)
         if not is_theirs or not (shown or request.launch.uid):
             detail = (
                 f"The ranks report that they run on {_names(claimed)} in {target.title}, but "
@@ -480,7 +484,8 @@ class KubernetesLauncher:
         is enough for a restart of all."""
         live = sorted(job.live_pods, key=lambda pod: pod.metadata.name)
         moved = [pod for pod in live if pod.spec.node_name in request.exclude]
-        return [pod.metadata.uid for pod in (moved if request.exclude else live[:1])]
+        any_one = [pod for pod in live if not pod.is_leaving][:1]
+        return [pod.metadata.uid for pod in (moved if request.exclude else any_one)]
 
     def _continue(self, request: LaunchRequest, job: _ShownJob, target: _Object) -> None:
         """Do the next step after the mark; each may be repeated."""
@@ -548,12 +553,12 @@ class KubernetesLauncher:
 
 
 def _ending(request: LaunchRequest, job: _ShownJob) -> list[_Pod]:
-    """Return the pods that a restart waits for. Those of a lost node cannot end while it is away;
-    if their ranks live on, they are reported as ranks of an earlier run."""
+    """Return the pods that a restart waits for. Those of a lost node cannot end while it is away,
+    also if it was lost before this run; if their ranks live on, they are reported as ranks of an
+    earlier run."""
+    nodes = set(request.launch.nodes.values()) - set(request.exclude)
     return [
-        pod
-        for pod in job.live_pods
-        if not (pod.is_leaving and pod.spec.node_name in request.exclude)
+        pod for pod in job.live_pods if not pod.is_leaving or pod.spec.node_name in {"", *nodes}
     ]
 
 
@@ -599,10 +604,18 @@ def _takes(node: _ClusterNode, pod: _PodSpec) -> bool:
     for container in pod.containers:
         limits = (container.get("resources") or {}).get("limits") or {}
         for resource, amount in limits.items():
-            if "/" in resource and str(amount).isdecimal():  # devices, such as nvidia.com/gpu
-                wanted[resource] = wanted.get(resource, 0) + int(amount)
+            if "/" in resource:  # devices, such as nvidia.com/gpu
+                wanted[resource] = wanted.get(resource, 0) + _whole(amount)
     offered = node.status.allocatable
-    return all(int(offered.get(name, "0")) >= amount for name, amount in wanted.items())
+    return all(_whole(offered.get(name, "0")) >= amount for name, amount in wanted.items())
+
+
+def _whole(quantity: object) -> int:
+    """Return a number of devices; Kubernetes writes 1000 as 1k. 0: it is not a whole number."""
+    text = str(quantity)
+    factor = _SUFFIXES.get(text[-1:], 1)
+    number = text[:-1] if factor > 1 else text
+    return int(number) * factor if number.isdecimal() else 0
 
 
 def _tolerates(tolerations: Iterable[Mapping[str, Any]], taint: Mapping[str, Any]) -> bool:
@@ -657,7 +670,7 @@ def _uids(target: _Object) -> set[str]:
 
 def _is_same_node(agent: str, node: str) -> bool:
     """Return whether the agent has the node's name; one of them may lack the domain."""
-    return bool(node) and (
+    return _NODE.fullmatch(node) is not None and (
         agent == node or agent.partition(".")[0] == node or agent == node.partition(".")[0]
     )
 

@@ -185,6 +185,11 @@ class KubernetesApi:
             raise LauncherUnavailableError(
                 f"Kubernetes' API at {self._url} does not answer {shown}: {reason}"
             ) from None
+        if status == 404 and _reason(answer) != "NotFound":
+            raise LauncherUnavailableError(
+                f"Something before Kubernetes' API at {self._url} answered {shown} with 404: "
+                f"{_text(answer)}"
+            )
         if status < 300 or status in expected:
             return status, answer
         raise _error(status, shown, _text(answer))
@@ -242,6 +247,14 @@ def _decoded(body: bytes, kind: type[_T], path: str) -> _T:
         return found
     except msgspec.MsgspecError as error:
         raise LauncherError(f"Kubernetes' answer for {path} is not valid: {error}") from None
+
+
+def _reason(body: bytes) -> object:
+    """Return the reason of a Status object; None if something else was received."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any]).get("reason")
+    except msgspec.MsgspecError:
+        return None
 
 
 def _text(body: bytes) -> str:

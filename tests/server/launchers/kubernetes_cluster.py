@@ -489,6 +489,8 @@ def _handler(cluster: KubernetesCluster) -> type[http.server.BaseHTTPRequestHand
             except RefusedError as refusal:
                 status = refusal.status
                 answer = {"kind": "Status", "code": status, "message": str(refusal)}
+                if status == 404:
+                    answer["reason"] = "NotFound"
             cluster.on_call("after", call)
             if fault == "cut":  # the request is carried out, and its answer lost in the middle
                 self._answer(status, answer, cut=True)

@@ -133,6 +133,7 @@ def test_ranks_of_one_jobset_on_nodes_with_the_agents_names_are_recognized() -> 
     assert recognize({"n0": rank("n0"), "n1": rank("n1", kubernetes_uid="v")}) is None
     assert recognize({"n0": rank("n5")}) is None, "a rank may not speak for another node"
     assert recognize({"n0": rank("")}) is None
+    assert recognize({"n0": rank("n0./../n3")}) is None, "a path is no name"
     for job in ("train", "a/../nodes", "a/b/c", "A/train", "a/train?x=1", "/train"):
         assert recognize({"n0": rank("n0", job=job)}) is None, job
 
@@ -380,6 +381,36 @@ def test_pods_of_a_lost_node_do_not_hold_up_the_restart(
     assert len(cluster.started) == 4
 
 
+@pytest.mark.parametrize("policy", [{}, {"maxRestarts": 3, "restartStrategy": "InPlaceRestart"}])
+def test_a_node_that_was_lost_before_does_not_hold_up_a_later_restart(
+    cluster: KubernetesCluster, launcher: KubernetesLauncher, wait_for: Wait, policy: dict[str, Any]
+) -> None:
+    """Its pod is shown as leaving until the node is back, while the job runs without it."""
+    launch = run(cluster, wait_for, jobset_of(**policy))
+    with cluster.lock:
+        (pod,) = [one for one in cluster.pods() if one["spec"]["nodeName"] == "n0"]
+        metadata = {**pod["metadata"], "name": "a-lost-one", "uid": "lost"}
+        metadata["labels"] = {**metadata["labels"], UID: "of no controller here"}
+        metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        cluster.put("pods", {**pod, "metadata": metadata, "spec": {"nodeName": "n3"}})
+    done = carry_out(launcher, restart_of(launch), wait_for)
+    assert done.state == "done", done.detail
+
+
+def test_devices_of_a_node_may_be_written_with_a_suffix(
+    cluster: KubernetesCluster, launcher: KubernetesLauncher, wait_for: Wait
+) -> None:
+    job = jobset_of()
+    (replicated,) = job["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    container["resources"] = {"limits": {"nvidia.com/gpu": 8, "rdma/hca": "1"}}
+    offered = {"nvidia.com/gpu": "8", "rdma/hca": "1k"}
+    for node in ("n0", "n1", "n2", "n3"):
+        cluster.change("nodes", node, lambda obj: obj["status"].update(allocatable=offered), "")
+    check = replace(restart_of(run(cluster, wait_for, job), "n0"), kind="check", is_training=True)
+    assert launcher.observe(check).state == "ready"
+
+
 class TestErrors:
     """Each status, a server that hangs, and one that dies in the middle of its answer."""
 
@@ -391,6 +422,7 @@ class TestErrors:
             (401, LauncherError, "refuses the server's token"),
             (403, LauncherRefusedError, "server-rbac.yaml has the rights"),
             (410, LauncherUnavailableError, "answered GET .* with 410"),
+            (404, LauncherUnavailableError, "Something before Kubernetes' API .* with 404"),
             (422, LauncherRefusedError, r"refuses GET .* \(422\)"),
             (429, LauncherUnavailableError, "with 429: fault 429"),
             (500, LauncherUnavailableError, "with 500"),

@@ -161,7 +161,7 @@ class TestRefusals:
         (other,) = [task for task in tasks if task != last]
         nodes = {slurm.job(last)["NodeList"]: slurm.job(last)["NodeList"]}
         launch = Launch(launcher="slurm", job=array, restarts=0, nodes=nodes)
-        request = LaunchRequest(action_id="act-1", kind="restart", launch=launch, reason="It hangs.")
+        request = LaunchRequest(action_id="act-1", kind="restart", launch=launch, reason="Hung.")
         launcher = SlurmLauncher()
 
         def is_done() -> bool:
