@@ -14,6 +14,7 @@ from typing import NamedTuple
 from paceline_agent.collect.cached_files import entries, inode_of, read_once, read_text_once
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_START_RESOLUTION_NS = 1_000_000_000  # a tick is 10 ms
 _UNREAPED, _DEAD = b"Z", b"X"
 
 
@@ -128,11 +129,18 @@ def session_of(procfs_root: Path, pid: int) -> int | None:
         return None
 
 
+def process_key(procfs_root: Path, pid: int) -> ProcessKey | None:
+    """Return the process that has this pid now; None if there is none."""
+    try:
+        return ProcessKey(pid, int(_fields(procfs_root, pid)[19]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def parent_of(procfs_root: Path, pid: int) -> ProcessKey | None:
     """Return the parent; None if it is not known."""
     try:
-        parent = int(_fields(procfs_root, pid)[1])
-        return ProcessKey(parent, int(_fields(procfs_root, parent)[19]))
+        return process_key(procfs_root, int(_fields(procfs_root, pid)[1]))
     except (OSError, ValueError, IndexError):
         return None
 
@@ -148,9 +156,16 @@ def is_running(procfs_root: Path, process: ProcessKey) -> bool:
 
 def started_ns(procfs_root: Path, pid: int) -> int | None:
     """Return its start time by the current CLOCK_REALTIME; None if it is gone."""
-    try:
-        ticks = int(_fields(procfs_root, pid)[19])
-    except (OSError, ValueError, IndexError):
-        return None
-    up_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // _TICKS_PER_SECOND
-    return time.time_ns() - up_ns
+    process = process_key(procfs_root, pid)
+    return None if process is None else time.time_ns() - _age_ns(process)
+
+
+def has_started_after(process: ProcessKey, monotonic_ns: int) -> bool:
+    """Return whether a process is certainly younger than something of this CLOCK_MONOTONIC."""
+    return _age_ns(process) < time.monotonic_ns() - monotonic_ns - _START_RESOLUTION_NS
+
+
+def _age_ns(process: ProcessKey) -> int:
+    """Return the time since its start, with the time for which the machine was suspended."""
+    now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    return now_ns - process.started_ticks * 1_000_000_000 // _TICKS_PER_SECOND

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from paceline_agent.collect.process_environment import read_environment
+from paceline_agent.collect.processes import ProcessKey, process_key
 from paceline_wire.batch import GpuInfo
 
 _VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the second indexes the first
@@ -20,7 +21,8 @@ def visible_gpu(
     gpus: Sequence[GpuInfo], procfs_root: Path, pid: int, local_rank: int
 ) -> GpuInfo | None:
     """Return the visible GPU; if there are several, the one whose position is the local rank."""
-    visible = _visible_words(procfs_root, pid)
+    process = process_key(procfs_root, pid)
+    visible = None if process is None else _visible_words(procfs_root, process)
     if visible is None:
         return None
     seen: Sequence[GpuInfo | None] = gpus
@@ -33,8 +35,10 @@ def visible_gpu(
 
 
 @lru_cache(maxsize=256)
-def _visible_words(procfs_root: Path, pid: int) -> tuple[tuple[str, ...] | None, ...] | None:
-    environment = read_environment(procfs_root, pid, _VARIABLES)
+def _visible_words(
+    procfs_root: Path, process: ProcessKey
+) -> tuple[tuple[str, ...] | None, ...] | None:
+    environment = read_environment(procfs_root, process.pid, _VARIABLES)
     if not environment:
         return None
     return tuple(

@@ -24,7 +24,15 @@ from msgspec.structs import replace
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.cached_files import entries, inode_of
 from paceline_agent.collect.contract import Inventory, LocalRank
-from paceline_agent.collect.processes import process_status, process_that_maps, process_users
+from paceline_agent.collect.processes import (
+    ProcessKey,
+    has_started_after,
+    is_running,
+    process_key,
+    process_status,
+    process_that_maps,
+    process_users,
+)
 from paceline_agent.collect.visible_gpus import visible_gpu
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import admission
@@ -58,6 +66,7 @@ STATE_SECONDS = 0.5
 RECORDS_PER_BLOCK = 1 << 14
 # until a rejected claim is checked again: it is valid once another job has ended
 REFUSED_CLAIM_SECONDS = 10.0
+NO_PID = 0  # the pid of no process
 REFUSED_KEPT = 4096  # rejected files that are not examined again until they change
 _LIMIT = 1 << 63  # the server rejects a batch with larger numbers
 
@@ -77,6 +86,7 @@ class _AttachedRing:
     reader: RingReader
     key: RankKey
     pid: int  # in the node's PID namespace, not the container's
+    process: ProcessKey | None  # None: it is not visible, or has ended
     end: RankEnd
     reported_lost: int = 0
     acknowledged: Acknowledgement | None = None
@@ -166,8 +176,7 @@ class Rings:
                 self._refuse(reader.path, reader.status, error)
                 continue
             reader.position = head if read is None else min(read.get(attached.key, 0), head)
-            ended = process_status(self._procfs_root, attached.pid) is None
-            if ended and attached.key not in self.supervised:
+            if not self._is_alive(attached) and attached.key not in self.supervised:
                 self._finish_external(attached)
 
     @property
@@ -292,7 +301,7 @@ class Rings:
     def report_ended(self) -> None:
         """Report now the ranks whose process has ended, without waiting for what torchrun says."""
         for attached in list(self._attached.values()):
-            is_gone = process_status(self._procfs_root, attached.pid) is None
+            is_gone = not self._is_alive(attached)
             if is_gone and attached.key not in self.supervised and self._was_seen(attached):
                 self._finish_external(attached)
 
@@ -340,7 +349,7 @@ class Rings:
         """Warn of two processes that claim to be the same rank; only the later one is watched."""
         if second is None or second.pid == first.pid or first.key in self.supervised:
             return
-        if process_status(self._procfs_root, first.pid) is not None:
+        if self._is_alive(first):
             log.warning(
                 "processes %d and %d both claim to be rank %d of %s; only the later one is "
                 "watched: set a different PACELINE_JOB for each run",
@@ -349,8 +358,7 @@ class Rings:
 
     def _detach_replaced(self, attached: _AttachedRing) -> None:
         """Detach a ring whose file was replaced, usually by the next run."""
-        ended = process_status(self._procfs_root, attached.pid) is None
-        if ended and attached.key not in self.supervised:
+        if not self._is_alive(attached) and attached.key not in self.supervised:
             self._finish_external(attached)
         else:
             self._drop(attached, delete=False)
@@ -373,6 +381,9 @@ class Rings:
         key = RankKey(identity.job, identity.generation, identity.rank)
         found = process_that_maps(self._procfs_root, reader.status, identity.pid)
         pid = found or identity.pid
+        process = process_key(self._procfs_root, pid)
+        if found is None and process and has_started_after(process, identity.started_ns):
+            pid, process = NO_PID, None  # the rank has ended, and another process has its pid
         try:
             check_claim(
                 path,
@@ -390,12 +401,12 @@ class Rings:
             if other.key == key:  # the newer file wins
                 self._drop(other, delete=False)
         self._refused.pop(path, None)
-        is_alive = process_status(self._procfs_root, pid) is not None
         end = RankEnd(self._procfs_root, reader, found)
-        self._attached[path] = _AttachedRing(reader, key, pid, end, seen_alive=is_alive)
+        self._attached[path] = attached = _AttachedRing(reader, key, pid, process, end)
+        attached.seen_alive = self._is_alive(attached)
         log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
-        attached = self._with_gpu(identity, pid)
-        self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=attached)])
+        event = RankAttached(time_ns=timeline_ns(), identity=self._with_gpu(identity, pid))
+        self._outbox.put_events([event])
 
     def _with_gpu(self, identity: Identity, pid: int) -> Identity:
         """Return the identity with the GPU that the environment of a rank makes visible to it.
@@ -415,10 +426,14 @@ class Rings:
             attached.owner for attached in self._attached.values() if attached.key.job == job
         }
 
+    def _is_alive(self, attached: _AttachedRing) -> bool:
+        """Return whether the rank's process is visible and has not ended; its pid may be reused."""
+        return attached.process is not None and is_running(self._procfs_root, attached.process)
+
     def _is_owners(self, attached: _AttachedRing) -> bool:
-        """Return whether a ring's process belongs to its owner, because pids are reused."""
+        """Return whether a ring's process runs and belongs to its owner."""
         users = process_users(self._procfs_root, attached.pid)
-        return not users or attached.owner in (admission.ROOT, *users)
+        return self._is_alive(attached) and attached.owner in (admission.ROOT, *users)
 
     def _refuse(
         self, path: Path, status: os.stat_result, error: RingError, seconds: float = math.inf
@@ -436,7 +451,7 @@ class Rings:
     def _poll_ring(self, attached: _AttachedRing, state_is_due: bool) -> None:
         if not state_is_due or attached.key in self.supervised:
             self._read(attached, state_is_due)
-        elif process_status(self._procfs_root, attached.pid) is not None:
+        elif self._is_alive(attached):
             attached.seen_alive = True
             self._read(attached, state_is_due)
         elif self._was_seen(attached) and not attached.end.is_awaited(attached.has_finished):

@@ -38,11 +38,19 @@ def test_a_process_that_is_gone_sees_none(tmp_path):
     assert visible_gpu(GPUS, tmp_path, 100, 0) is None
 
 
+def test_a_later_process_with_the_same_pid_has_an_environment_of_its_own(procfs_with):
+    procfs = procfs_with("CUDA_VISIBLE_DEVICES=2")
+    assert visible_gpu(GPUS, procfs, 100, 0) is GPUS[2]
+    procfs_with("CUDA_VISIBLE_DEVICES=1", started_ticks=2)
+    assert visible_gpu(GPUS, procfs, 100, 0) is GPUS[1]
+
+
 @pytest.fixture
 def procfs_with(tmp_path):
-    def write(environment: str):
-        (tmp_path / "100").mkdir()
+    def write(environment: str, started_ticks: int = 1):
+        (tmp_path / "100").mkdir(exist_ok=True)
         (tmp_path / "100" / "environ").write_text(environment)
+        (tmp_path / "100" / "stat").write_text(f"100 (python) S {'0 ' * 18}{started_ticks} 0")
         return tmp_path
 
     return write

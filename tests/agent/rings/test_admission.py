@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +70,7 @@ def create(
             pid=1 << 22 if pid is None else pid,  # above the largest pid
             host="here",
             clock_offset_ns=0,
-            started_ns=1,
+            started_ns=time.monotonic_ns(),
         ),
         capacity=64,
     )

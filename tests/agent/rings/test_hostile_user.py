@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def identity(job: str, rank: int) -> Identity:
         pid=os.getpid(),
         host="here",
         clock_offset_ns=0,
-        started_ns=1,
+        started_ns=time.monotonic_ns(),
     )
 
 

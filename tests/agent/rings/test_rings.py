@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class Writer:
         generation: int = 0,
         pid: int = 0,
         metadata: dict[str, str] | None = None,
+        started_ns: int | None = None,
     ) -> None:
         self.path = directory / f"job.g{generation}.r{rank}.ring"
         identity = Identity(
@@ -61,7 +63,7 @@ class Writer:
             pid=pid or os.getpid(),
             host="here",
             clock_offset_ns=0,
-            started_ns=1,
+            started_ns=time.monotonic_ns() if started_ns is None else started_ns,
             metadata=metadata or {},
         )
         self.ring: RingFile = ring.create(self.path, identity, capacity=64)
@@ -532,6 +534,25 @@ def test_a_rank_that_ended_without_an_agent_is_reported_with_its_last_spans(
     assert events[-1].pid == process.pid
     assert indices(blocks) == [3, 4]
     assert not writer.path.exists()
+
+
+def test_a_rank_that_ended_without_an_agent_is_not_the_process_that_has_its_pid_now(
+    bench: Bench,
+) -> None:
+    started_ns = time.monotonic_ns() - 3_600_000_000_000
+    with subprocess.Popen(["sleep", "600"]) as other:
+        pids = other.pid, os.getpid()
+        writers = [
+            Writer(bench.directory, rank=rank, pid=pid, started_ns=started_ns)
+            for rank, pid in enumerate(pids)
+        ]
+        bench.rings.attach_existing()
+        events, _ = bench.taken()
+        other.kill()
+    exits = [event for event in events if isinstance(event, RankExited)]
+    assert [(event.rank, event.pid) for event in exits] == [(0, other.pid)]
+    assert [rank.rank for rank in bench.rings.local_ranks()] == [1], "this process maps its ring"
+    assert [writer.path.exists() for writer in writers] == [False, True]
 
 
 def test_a_rank_replaced_by_the_next_run_is_reported_first(bench: Bench) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from paceline_wire.commands import EndRanks
 from paceline_wire.ring import Identity
 from paceline_wire.topology import Coordinates, Topology
 
+STARTED_NS = time.monotonic_ns() + 3_600_000_000_000  # later than the processes
 # Starts two processes that never end by themselves, and one again for each that ends.
 LAUNCHER = """
 import subprocess, sys, time
@@ -59,7 +61,7 @@ class Launched:
                 pid=pid,
                 host="here",
                 clock_offset_ns=0,
-                started_ns=100 + rank,
+                started_ns=STARTED_NS + rank,
                 metadata={"launcher": "torchrun"},
             )
             path = directory / f"job.g3.r{rank}.ring"
@@ -95,7 +97,8 @@ def launch(tmp_path: Path) -> Iterator[Callable[[str], Launched]]:
 
 
 def command(**more: Any) -> EndRanks:
-    return EndRanks(command_id=1, job="job", **{"generation": 3, "started_ns": {1: 101}, **more})
+    given = {"generation": 3, "started_ns": {1: STARTED_NS + 1}, **more}
+    return EndRanks(command_id=1, job="job", **given)
 
 
 def test_exactly_the_named_rank_is_killed(launch: Callable[[str], Launched]) -> None:
@@ -106,7 +109,7 @@ def test_exactly_the_named_rank_is_killed(launch: Callable[[str], Launched]) -> 
 
 
 @pytest.mark.parametrize(
-    "late", [{"started_ns": {1: 99}}, {"generation": 2}, {"started_ns": {2: 101}}]
+    "late", [{"started_ns": {1: 99}}, {"generation": 2}, {"started_ns": {2: STARTED_NS + 1}}]
 )
 def test_a_command_for_another_process_ends_nothing(
     launch: Callable[[str], Launched], late: dict[str, Any]
