@@ -22,6 +22,7 @@ from paceline_wire.ring import Identity
 from paceline_wire.topology import RANKS_AT_MOST
 
 _SILENT_NS = 5_000_000_000  # longer than the pause of any live agent
+_CLOCKS_DIFFER_NS = 60_000_000_000  # more than the clocks of two nodes do
 
 
 class PendingRun(NamedTuple):
@@ -44,7 +45,8 @@ class PendingRun(NamedTuple):
 
 
 def record_attached(session: Session, agent_id: str, event: RankAttached, received_ns: int) -> None:
-    """Record an attached rank, except for ranks of Paceline's own jobs and placed processes."""
+    """Record an attached rank, except for ranks of Paceline's own jobs, placed processes, and those
+    that another node's process has replaced."""
     identity = event.identity
     job_id, world_size = identity.job, identity.world_size
     if not is_job_name(job_id) or not 0 <= identity.rank < world_size <= RANKS_AT_MOST:
@@ -61,6 +63,9 @@ def record_attached(session: Session, agent_id: str, event: RankAttached, receiv
         "identity": identity,
     }
     keys = {"job_id": job_id, "generation": identity.generation, "rank": identity.rank}
+    found = session.get(AttachmentRow, tuple(keys.values()), populate_existing=True)
+    if found is not None and found.agent_id != agent_id and _is_before(identity, found):
+        return  # a lost node is back, and reports what ran on it before the other started
     _discard_earlier_generations(session, agent_id, identity)
     is_same_process = (
         AttachmentRow.agent_id == agent_id,
@@ -75,6 +80,13 @@ def record_attached(session: Session, agent_id: str, event: RankAttached, receiv
             where=or_(not_(and_(*is_same_process)), AttachmentRow.placed.is_(False)),
         )
     )
+
+
+def _is_before(identity: Identity, found: AttachmentRow) -> bool:
+    """Return whether a process certainly started before one of another node."""
+    other = found.identity
+    other_ns = min(other.started_ns + other.clock_offset_ns, found.received_ns)
+    return identity.started_ns + identity.clock_offset_ns < other_ns - _CLOCKS_DIFFER_NS
 
 
 def _discard_earlier_generations(session: Session, agent_id: str, identity: Identity) -> None:

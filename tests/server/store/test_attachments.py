@@ -106,6 +106,13 @@ class Found:
         with self._database.read() as session:
             return [each for each in attachments.pending_runs(session) if each.is_complete]
 
+    def incomplete(self) -> list[PendingRun]:
+        with self._database.read() as session:
+            return attachments.pending_runs(session)
+
+    def pid(self, agent_id: str) -> int:
+        return next(event.identity.pid for agent, event in self._events if agent == agent_id)
+
     def take(self) -> list[int]:
         (gathered,) = self.whole()
         with self._database.write() as session:
@@ -212,3 +219,18 @@ def test_nodes_that_respond_may_count_their_generations_differently(database: Da
     found.see("node-1")
     found.run(4, range(2), "node-0", generation=1)
     assert len(found.whole()) == 1
+
+
+def test_a_late_report_of_a_lost_node_does_not_replace_the_rank_that_runs(
+    database: Database,
+) -> None:
+    """The node is back, and its agent started again: the process still hangs there."""
+    found = Found(database)
+    found.run(2, range(1, 2), "node-1")
+    for _ in range(11):
+        found.see("node-0")
+    found.run(2, range(1), "node-0")
+    found.run(2, range(1, 2), "node-2")
+    assert found.take() == [found.pid("node-0"), found.pid("node-2")]
+    found.report_again()
+    assert found.incomplete() == []
