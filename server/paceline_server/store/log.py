@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from sqlalchemy import Table, bindparam, delete, func, select, update
@@ -134,9 +134,11 @@ def received_until(session: Session, position: int) -> int:
     return session.scalar(query.order_by(HotLogRow.id.desc()).limit(1)) or 0
 
 
-def _least_cursor(session: Session) -> int | None:
-    """Return the log position that all unfinished jobs have reached; None without such jobs."""
-    return session.scalar(select(func.min(JobRow.cursor)).where(JobRow.state.not_in(FINISHED)))
+def _least_cursor(session: Session, others: Collection[str] = ()) -> int | None:
+    """Return the log position that all unfinished jobs but `others` have reached; None without
+    such jobs."""
+    is_reader = JobRow.state.not_in(FINISHED), JobRow.id.not_in(others)
+    return session.scalar(select(func.min(JobRow.cursor)).where(*is_reader))
 
 
 def oldest_unread_ns(session: Session) -> int | None:
@@ -187,14 +189,18 @@ class LogSizes:
         return excess
 
 
-def newest_to_drop(session: Session, before_ns: int, in_excess: int) -> int | None:
-    """Return the newest entry older than `before_ns` or up to `in_excess` that all jobs have
-    read."""
+def newest_to_drop(
+    session: Session, before_ns: int, in_excess: int, failing: Collection[str] = ()
+) -> int | None:
+    """Return the newest entry older than `before_ns` or up to `in_excess` that all jobs have read.
+
+    `failing`: jobs that cannot read it.
+    """
     old = (
         session.scalar(select(func.max(HotLogRow.id)).where(HotLogRow.received_ns < before_ns)) or 0
     )
     last = max(old, in_excess)
-    unread = _least_cursor(session)
+    unread = _least_cursor(session, failing)
     if unread is not None:
         last = min(last, unread)
     return last or None

@@ -46,6 +46,7 @@ _LONGEST_REST_SECONDS = 0.5  # a quarter of the time until an alert
 # ranks wait for it.
 _HURRY_SECONDS = 1.0
 _HURRY_TICK_SECONDS = 0.02
+_ONE_FAILURE_NS = 60_000_000_000  # between failures in a row; else another server may own the job
 _RETRY_SECONDS = 1.0  # pause after a tick that failed for an unknown reason
 
 
@@ -113,6 +114,7 @@ class Worker(LeasedThread):
         self._jobs: dict[str, JobWorker] = {}
         self._continued: set[str] = set()  # jobs to load again that had no pause: no warm-up
         self._not_before: dict[str, float] = {}  # by job, on the monotonic clock
+        self._failures: dict[str, tuple[int, int]] = {}  # first and last failure of a job in a row
         self._pruned_ns = 0
         self._hurry_until = 0.0
         self._log_sizes = LogSizes()
@@ -202,8 +204,12 @@ class Worker(LeasedThread):
             # A failing tick must not affect the other jobs.
             _log.exception("tick for job %s failed", job_id)
             self._drop(job_id, "error", "see the traceback above")
+            first_ns, last_ns = self._failures.get(job_id, (now_ns, now_ns))
+            is_in_a_row = 0 <= now_ns - last_ns < _ONE_FAILURE_NS
+            self._failures[job_id] = first_ns if is_in_a_row else now_ns, now_ns
             self._not_before[job_id] = time.monotonic() + _RETRY_SECONDS
         else:
+            self._failures.pop(job_id, None)
             if result.wrote:
                 self._signals.changes.notify()
             if result.commanded:
@@ -291,10 +297,19 @@ class Worker(LeasedThread):
         self._database.reclaim_space()
 
     def _prune_log(self, before_ns: int) -> None:
-        """Delete in short transactions, so that writers of batches hardly wait for them."""
+        """Delete in short transactions, so that writers of batches hardly wait for them.
+
+        A job whose tick has failed for as long as entries are kept no longer keeps them.
+        """
+        recent_ns = self._now_ns() - _ONE_FAILURE_NS
+        failing = [
+            job_id
+            for job_id, (first_ns, last_ns) in self._failures.items()
+            if first_ns < before_ns and last_ns > recent_ns
+        ]
         with self._database.read() as session:
             excess = self._log_sizes.newest_in_excess(session, self._settings.log_retention_bytes)
-            last = newest_to_drop(session, before_ns, excess)
+            last = newest_to_drop(session, before_ns, excess, failing)
         while last is not None:
             with self._database.write() as session:
                 if drop_log(session, last, _DROPPED_AT_ONCE) < _DROPPED_AT_ONCE:

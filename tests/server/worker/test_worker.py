@@ -14,12 +14,14 @@ from paceline_server.policy import Policy
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_server.store.leases import acquire, lease_name, release, seize
-from paceline_server.store.models import EngineMemoryRow
+from paceline_server.store.log import append
+from paceline_server.store.models import EngineMemoryRow, HotLogRow
 from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.commit import AlertTargets
 from paceline_server.worker.ranks import new_rank_rows
-from paceline_server.worker.tick import TickSettings
+from paceline_server.worker.tick import JobWorker, TickSettings
 from paceline_server.worker.worker import Worker
+from paceline_wire.batch import Batch
 from tests.server.rows import toy_job
 
 SECOND = 1_000_000_000
@@ -69,6 +71,29 @@ def test_a_job_whose_tick_failed_is_continued_though_the_clock_was_set_back(
         session.delete(memory)
     clock.now_ns -= HOUR
     wait_for(lambda: worker.run_pass() or JOB in worker._jobs, "the job")
+
+
+def test_a_job_whose_tick_always_fails_keeps_the_log_as_long_as_its_age_limit(
+    worker: Worker, database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the log grows until the disk is full, and no job has any batches."""
+
+    def fail(job: JobWorker, now_ns: int) -> None:
+        raise ValueError("of every tick")
+
+    monkeypatch.setattr(JobWorker, "tick", fail)
+    with database.write() as session:
+        batch = Batch(agent_id="node-0", boot_id="boot", sequence=0, packed_ns=clock())
+        append(session, batch, b"", clock())
+    for seconds in range(0, 960, 30):
+        with database.read() as session:
+            assert session.get(HotLogRow, 1) is not None, f"after {seconds} s"
+        worker._not_before.clear()
+        worker.run_pass()
+        clock.now_ns += 30 * SECOND
+    worker.run_pass()
+    with database.read() as session:
+        assert session.get(HotLogRow, 1) is None
 
 
 def test_a_job_that_another_server_had_meanwhile_begins_with_a_warm_up(
