@@ -61,11 +61,16 @@ def incident_alerts(
 ) -> Iterator[IncidentAlert]:
     """Yield the alerts of one change; two for an incident that is opened and resolved at once.
 
-    For a receiver an incident is opened when it reaches the minimum severity.
+    For a receiver an incident is opened when it reaches the minimum severity, and resolved when it
+    no longer does.
     """
     if before is not None and not _reaches(before, minimum):
         before = None
     if before is None and not _reaches(after, minimum):
+        return
+    if before is not None and after.state != "resolved" and not _reaches(after, minimum):
+        over = replace(before, state="resolved")
+        yield IncidentAlert(event="resolved", job_id=job_id, job_name=job_name, incident=over)
         return
     if before is None and after.state == "resolved":
         opened = replace(after, state="open", resolved_ns=None)

@@ -154,10 +154,9 @@ class AlertDelivery:
         # A longer wait means that the clock was set back: deliver now.
         if row is None or 0 < row.next_attempt_ns - now_ns <= _LONGEST_WAIT_SECONDS * 1e9:
             return False
-        notice = _notices.decode(row.body)
         self._renew(now_ns)
         try:
-            self._target.deliver(client, f"paceline-{row.id}", notice, now_ns)
+            self._target.deliver(client, f"paceline-{row.id}", _decoded(row), now_ns)
         except DeliveryError as error:
             self._metrics.deliveries.labels(self._target.name, "failed").inc()
             self._record_failure(row, error)
@@ -212,6 +211,14 @@ class AlertDelivery:
                 release(session, self._lease, self._owner, self._epoch)
         except UNAVAILABLE as error:
             _log.warning("lease %s not released, it will expire: %s", self._lease, error)
+
+
+def _decoded(row: OutboxRow) -> Notice:
+    """Return the notice of a row. Raises RefusedError if another version wrote it differently."""
+    try:
+        return _notices.decode(row.body)
+    except msgspec.MsgspecError as error:
+        raise RefusedError(f"the notice is not valid: {error}") from error
 
 
 def _next(session: Session, receiver: str) -> OutboxRow | None:

@@ -150,10 +150,10 @@ class Alertmanager:
     ) -> dict[str, Any]:
         incident = notice.incident
         finding = incident.finding
-        if ended_severity is not None:
-            ends_ns = now_ns
-        elif incident.resolved_ns is not None:
+        if incident.resolved_ns is not None and ended_severity is None:
             ends_ns = incident.resolved_ns
+        elif ended_severity is not None or notice.event == "resolved":
+            ends_ns = now_ns
         else:
             ends_ns = now_ns + self._lasting_ns
         alert = {

@@ -161,6 +161,18 @@ def test_information_alerts_nobody_until_it_becomes_a_warning() -> None:
     assert events(warning, view("resolved")) == ["resolved"]
 
 
+def test_an_incident_that_falls_below_the_minimum_severity_is_over_for_the_receiver() -> None:
+    """Its later end would not reach the receiver, where it would stay open."""
+    warning, info = view(), view(severity="info")
+    (alert,) = incident_alerts("job-1", "toy", warning, info)
+    assert (alert.event, alert.incident.state) == ("resolved", "resolved")
+    assert alert.incident.finding.severity == "warning", "the alert that the receiver has"
+    (pushed,) = [receivers.Alertmanager("", None, 60.0)._alert(alert, now_ns=10**9)]
+    assert pushed["endsAt"].startswith("1970-01-01T00:00:01")
+    assert events(info, view("resolved", severity="info")) == []
+    assert events(info, warning) == ["opened"]
+
+
 def test_delivery_is_retried_with_the_same_key(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
@@ -248,6 +260,21 @@ def test_rejected_notice_does_not_block_the_next_one(
     wait_for(lambda: len(listener.requests) == 2, "the second")
     wait_for(lambda: all(row.finished_ns for row in outbox(database)), "the end")
     assert outbox(database)[0].error == "receiver responded 400"
+
+
+@pytest.mark.any_database
+def test_a_notice_of_another_version_does_not_block_the_next_one(
+    run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
+) -> None:
+    database = run_server(allow_local_receivers=True, webhook_url=listener.url).program.database
+    row = OutboxRow(receiver="webhook", subject="inc-0", event="opened", body="{}", created_ns=1)
+    row.attempts = row.next_attempt_ns = 0
+    with database.write() as session:
+        session.add(row)
+    announce_incident(database, "webhook", None, view())
+    wait_for(lambda: len(listener.requests) == 1, "the second")
+    wait_for(lambda: all(row.finished_ns for row in outbox(database)), "the end")
+    assert "the notice is not valid" in str(outbox(database)[0].error)
 
 
 @pytest.mark.any_database
