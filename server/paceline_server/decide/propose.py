@@ -327,7 +327,7 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
     if remedy.planned and not is_progressing(draft):
         return  # a fatal incident comes first
     refusal = budget.refusal(draft.view, draft.policy, draft.now_ns)
-    if draft.policy.mode == "auto" and refusal is not None:
+    if draft.policy.mode == "auto" and refusal is not None and not remedy.needs_person:
         _refuse(draft, incident, remedy, refusal)
         return
     progress = _first_progress(remedy)
@@ -350,7 +350,7 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         return
     for other in pending:
         draft.end_action(other, "superseded", error="A more urgent restart is proposed.")
-    if draft.policy.mode == "approve" and refusal is not None:
+    if refusal is not None:  # a person may exceed the budget
         remark = f"{progress.remark} Mode auto would not restart: {refusal}.".strip()
         progress = replace(progress, remark=remark)
     action = _with_figures(draft, _record(draft, incident, remedy, "proposed", reason), progress)
@@ -409,8 +409,10 @@ def _propose_what_was_called_off(draft: Draft) -> None:
 
 
 def _refuse(draft: Draft, incident: IncidentView | None, remedy: Remedy, refusal: str) -> None:
-    """Act on a used-up budget: notify of a job that is slow, end a job that no longer trains."""
-    if remedy.planned:
+    """Act on a used-up budget: notify of a job that is slow or whose loss diverges, end a job that
+    no longer trains."""
+    diverges = remedy.roll_back_onset is not None and is_progressing(draft)
+    if remedy.planned or diverges:
         why = f"{remedy.why} The job is not restarted for it: {refusal}."
         _record(draft, incident, Remedy(kind="notify", why=why), "done", why)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from paceline_server.policy import Policy
 from paceline_wire.topology import Topology
@@ -105,6 +106,27 @@ def test_the_restart_budget_ends_the_job(world: World, policy: Policy, reason: s
 def test_a_spent_budget_does_not_stop_a_job_that_is_merely_slow(world: World) -> None:
     world.policy = Policy(restarts_per_hour=0)
     world.run(5.0, (world.finding(),))
+    assert world.state == "running"
+    assert "not restarted for it" in world.one_action("notify").reason
+
+
+def test_a_spent_budget_does_not_stop_a_job_whose_ranks_still_train(world: World) -> None:
+    world.policy = Policy(mode="auto", restarts_per_hour=0)
+    world.detects = False
+    found = world.finding("corruption", cause="silent corruption", severity="critical")
+    world.run(5.0, (replace(found, onset_step=12, suspects_node=True),))
+    action = world.one_action("restart")
+    assert (world.state, action.state) == ("running", "proposed")
+    assert "Mode auto would not restart: 0 restarts within the last hour" in action.reason
+
+
+def test_a_spent_budget_does_not_stop_a_job_whose_loss_diverges(world: World) -> None:
+    world.policy = Policy(mode="auto", restarts_per_hour=0, loss_rollback="auto")
+    world.spec = replace(world.spec, metadata={"roll_back": "yes"})
+    world.detects = False
+    found = world.finding("loss", cause="divergence of the loss", severity="critical")
+    found = replace(found, rank=None, node=None, suspects_node=False, onset_step=12)
+    world.run(5.0, (found,))
     assert world.state == "running"
     assert "not restarted for it" in world.one_action("notify").reason
 
