@@ -152,7 +152,7 @@ class TorchrunLauncher:
     def _observe_ended(self, request: LaunchRequest, job: _KnownJob) -> ShownRequest:
         """Return the observation of a job whose ranks have all ended."""
         signals = [one.launcher_signal for one in job.processes if one.launcher_signal is not None]
-        if len(signals) == len(job.processes):
+        if signals and len(signals) == len(job.processes):
             names = " and ".join(sorted({signal_name(number) for number in signals}))
             return _seen("over", f"torchrun received {names}, which ended the job.", job)
         if (too_few := _too_few_torchruns(request, job)) is not None:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from committed_requests import CommittedRequests
 from msgspec.structs import replace
+from sqlalchemy import update
 from torchrun_world import JOB, TorchrunWorld
 
 from paceline_server.decide.types import LaunchRequest
 from paceline_server.launchers.torchrun import TorchrunLauncher
-from paceline_server.store.models import RankRow
+from paceline_server.store.models import AttachmentRow, RankRow
 
 KILLS = int(os.environ.get("PACELINE_TORCHRUN_KILLS", "200"))
 MOMENTS = [
@@ -77,6 +78,15 @@ def test_only_torchruns_that_may_restart_and_own_the_job_are_recognized() -> Non
     assert recognize({"n0": rank(), "n1": rank(torchrun_run="other")}) is None
     assert recognize({"n0": rank(most="many")}) is None
     assert recognize({"n0": {}}) is None
+
+
+def test_a_job_whose_processes_are_not_known_was_not_ended_by_a_signal(
+    world: TorchrunWorld,
+) -> None:
+    request = request_of(world)
+    with world.database.write() as session:
+        session.execute(update(AttachmentRow).values(agent_id="another"))
+    assert TorchrunLauncher(world.database).observe(request).state == "begun"
 
 
 def test_a_launch_is_before_another_if_a_node_has_counted_or_left(world: TorchrunWorld) -> None:
