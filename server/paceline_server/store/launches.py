@@ -15,7 +15,7 @@ _TEXT = 1000  # characters of a detail
 
 
 class WithdrawnError(Exception):
-    """The request was withdrawn, so nothing may be done for it any more."""
+    """The request was withdrawn, or its action has ended: nothing may be done for it any more."""
 
 
 def request(session: Session, job_id: str, intent: LaunchRequest, now_ns: int) -> None:
@@ -57,9 +57,10 @@ def unfinished(session: Session) -> Sequence[LaunchRow]:
 
 def is_wanted(session: Session, action_id: str, kind: LaunchKind) -> bool:
     """Return whether the action still needs the request: an answer while people consider it, and
-    a restart until it is done."""
+    a restart while it runs: the job may have finished by itself, or a person may have stopped it.
+    """
     state = session.scalar(select(ActionRow.state).where(ActionRow.id == action_id))
-    return kind == "restart" or state in ("proposed", "approved")
+    return state == "running" if kind == "restart" else state in ("proposed", "approved")
 
 
 def record(

@@ -114,11 +114,12 @@ class LaunchThread(LeasedThread):
 
     def _carry_out(self, row: LaunchRow) -> None:
         intent, now_ns = row.request, self._now_ns()
-        with self._database.read() as session:
-            is_wanted = launches.is_wanted(session, intent.action_id, intent.kind)
-        if not is_wanted:
-            self._record(row, row.result, now_ns, is_final=True)
-            return
+        if intent.kind == "check":  # a restart that has begun is finished in any case
+            with self._database.read() as session:
+                is_wanted = launches.is_wanted(session, intent.action_id, intent.kind)
+            if not is_wanted:
+                self._record(row, row.result, now_ns, is_final=True)
+                return
         launcher = self._launchers.get(intent.launch.launcher)
         if launcher is None:
             error = f"This server has no backend for {intent.launch.launcher}."
@@ -158,22 +159,38 @@ class LaunchThread(LeasedThread):
         is_slow = now_ns - row.created_ns > _QUEUED_AFTER_NS
         next_ns = now_ns + (_QUEUED_NS if is_slow else _BEGUN_NS)
         result = LaunchResult(state=state, detail=seen.detail, has_begun=not is_final)
-        self._record(row, result, next_ns, is_final=is_final)
+        self._record(row, result, next_ns, is_final=is_final, begins=seen.state == "ready")
         if not is_final:
             # The transaction above has confirmed the lease, and that the request may begin.
             launcher.begin(intent, seen)
 
     def _record(
-        self, row: LaunchRow, result: LaunchResult, next_ns: int, *, is_final: bool = False
+        self,
+        row: LaunchRow,
+        result: LaunchResult,
+        next_ns: int,
+        *,
+        is_final: bool = False,
+        begins: bool = False,
     ) -> None:
+        """Store what the launcher shows.
+
+        `begins`: nothing was done for the restart yet. Raises WithdrawnError, then also if its
+        action has ended.
+        """
         assert self._epoch is not None
         with self._database.write() as session:
             now_ns = self._now_ns()
             fence(session, LEASE, self._owner, self._epoch, now_ns + self._lease_ns)
-            finished_ns = now_ns if is_final else None
+            is_over = begins and not launches.is_wanted(session, row.action_id, row.request.kind)
+            if is_over:
+                result = LaunchResult(state="failed", detail="Its action has ended before.")
+            finished_ns = now_ns if is_final or is_over else None
             is_news = launches.record(session, row, result, next_ns, finished_ns)
         if is_news:
             self._signals.work.notify()
+        if is_over:
+            raise launches.WithdrawnError(row.action_id)
 
     # --- the lease -------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, Self
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import LaunchRequest, LaunchResult
@@ -18,7 +18,7 @@ from paceline_server.launchers.contract import (
 )
 from paceline_server.store import launches
 from paceline_server.store.database import Database
-from paceline_server.store.models import LaunchRow
+from paceline_server.store.models import ActionRow, LaunchRow
 from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.launch_thread import LaunchThread
 from tests.server.rows import request_restart, toy_job
@@ -164,6 +164,21 @@ def test_a_request_that_is_withdrawn_while_it_is_observed_does_not_begin(absence
     assert withdrawals == [True]
     absence.run_pass()
     assert absence.launcher.begun == []
+
+
+@pytest.mark.parametrize("answered_before", [False, True])
+def test_a_job_that_finished_by_itself_is_not_restarted_once_its_launcher_answers(
+    absence: Absence, answered_before: bool
+) -> None:
+    absence.launcher.answers = answered_before
+    absence.run_pass()
+    begun = list(absence.launcher.begun)
+    with absence.database.write() as session:
+        session.execute(update(ActionRow).values(state="superseded"))
+    absence.launcher.answers = True
+    absence.run_pass()
+    assert absence.launcher.begun == begun, "it shows that nothing was done, and nothing is"
+    assert results(absence.database)["act-0"].state == "failed"
 
 
 def test_a_request_does_not_wait_until_a_clock_that_was_set_back_has_caught_up(
