@@ -24,6 +24,7 @@ import msgspec
 from paceline_server.decide.types import LaunchRequest
 from paceline_server.engine.types import Launch
 from paceline_server.launchers.contract import (
+    LauncherError,
     LauncherParts,
     LauncherRefusedError,
     ObservedState,
@@ -456,6 +457,8 @@ class KubernetesLauncher:
             node = self._api.get(f"/api/v1/nodes/{name}", _ClusterNode)
             if node is None or node.spec.unschedulable:
                 continue
+            if node.metadata.annotations.get(_ACTION) == request.action_id:
+                continue  # a person has uncordoned it since
             reason = f"Paceline {request.action_id}: {request.reason}"
             reason = "".join(filter(str.isprintable, reason))[:_REASON_CHARACTERS]
             annotations = {_ACTION: request.action_id, _REASON: reason}
@@ -549,7 +552,12 @@ class KubernetesLauncher:
 
     def _create(self, request: LaunchRequest, revision: _Revision) -> None:
         namespace = request.launch.job.partition("/")[0]
-        self._api.create(_path(revision.kind, namespace), revision.data)
+        try:
+            self._api.create(_path(revision.kind, namespace), revision.data)
+        except LauncherRefusedError as error:  # by a quota, for example; the job must not be lost
+            raise LauncherError(
+                f"{error} It is repeated; ControllerRevision {revision.metadata.name} has the job."
+            ) from None
 
 
 def _ending(request: LaunchRequest, job: _ShownJob) -> list[_Pod]:

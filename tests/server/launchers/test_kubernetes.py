@@ -240,6 +240,22 @@ def test_a_failed_job_is_deleted_and_created_again_once(
         assert new["metadata"]["labels"] == {"team": "a"}
 
 
+def test_a_deleted_job_is_created_again_also_after_a_refusal(
+    cluster: KubernetesCluster, launcher: KubernetesLauncher, wait_for: Wait
+) -> None:
+    request = restart_of(run(cluster, wait_for, jobset_of()))
+    cluster.fail_pod("n1")
+    wait_for(lambda: launcher.observe(request).content.has_failed, "the failure")
+    cluster.queue_responses.append(("create jobsets", 403))
+    for _ in range(2):  # it is stored, then deleted
+        launcher.begin(request, launcher.observe(request))
+    wait_for(lambda: cluster.get("jobsets", "train") is None, "the deletion")
+    with pytest.raises(LauncherError, match="ControllerRevision paceline-act-1 has") as raised:
+        launcher.begin(request, launcher.observe(request))
+    assert not isinstance(raised.value, LauncherRefusedError), "which would end the request"
+    assert carry_out(launcher, request, wait_for).state == "done"
+
+
 def test_a_restart_by_the_controller_itself_is_not_repeated(
     cluster: KubernetesCluster, launcher: KubernetesLauncher, wait_for: Wait
 ) -> None:
@@ -369,6 +385,24 @@ def test_a_job_without_free_nodes_waits_and_shows_the_schedulers_reason(
     seen = launcher.observe(replace(request, exclude=[]))
     wait_for(lambda: launcher.observe(replace(request, exclude=[])).state == "done", "the pods")
     assert seen.state in ("begun", "done")
+
+
+def test_a_node_that_a_person_uncordons_meanwhile_is_not_cordoned_again(
+    cluster: KubernetesCluster, launcher: KubernetesLauncher, wait_for: Wait
+) -> None:
+    request = restart_of(run(cluster, wait_for, jobset_of(pods=4), pods=4), "n0")
+
+    def waits() -> bool:
+        seen = launcher.observe(request)
+        launcher.begin(request, seen)
+        return "0/4 nodes are available" in seen.detail
+
+    wait_for(waits, "the scheduler's reason")
+    cluster.uncordon("n0")
+    for _ in range(3):
+        launcher.begin(request, launcher.observe(request))
+    assert "unschedulable" not in cluster.node("n0")["spec"]
+    wait_for(lambda: runs(cluster, 4), "the pods")
 
 
 def test_pods_of_a_lost_node_do_not_hold_up_the_restart(
