@@ -213,12 +213,13 @@ class Spool:
                 self._directory.chmod(self._directory.stat().st_mode & ~0o007)
             waiting = []
             for file in os.scandir(self._directory):
-                if file.name.endswith(SUFFIX):
-                    waiting.append(SpoolEntry(file.name, file.stat().st_size))
-                elif file.name == _WRITING:
-                    os.unlink(file.path)
-                elif file.name == _NEWEST_BOOT:
-                    saved_boot = Path(file.path).read_text(errors="replace")
+                with contextlib.suppress(OSError):  # one unreadable file, or a read-only disk
+                    if file.name.endswith(SUFFIX):
+                        waiting.append(SpoolEntry(file.name, file.stat().st_size))
+                    elif file.name == _WRITING:
+                        os.unlink(file.path)
+                    elif file.name == _NEWEST_BOOT:
+                        saved_boot = Path(file.path).read_text(errors="replace")
             with contextlib.suppress(OSError):  # the disk may be read-only
                 waiting += self._load_slot({entry.name for entry in waiting})
             for entry in sorted(waiting, key=lambda entry: entry.name):

@@ -239,6 +239,17 @@ def test_a_batch_moving_out_of_the_slot_is_not_sent_twice(tmp_path: Path) -> Non
     assert len(Spool(tmp_path, LIMIT)) == 0
 
 
+@pytest.mark.parametrize("name", ["newest-boot", ".writing"])
+def test_a_file_that_cannot_be_read_or_removed_does_not_hide_the_batches(
+    tmp_path: Path, name: str
+) -> None:
+    """A disk with errors, or one that is read-only since; here, a directory of that name."""
+    Spool(tmp_path, LIMIT).append(batch(1))
+    Spool(tmp_path, LIMIT).append(batch(2))  # into a file: the slot has the first
+    (tmp_path / name).mkdir()
+    assert [found.sequence for found in drain(Spool(tmp_path, LIMIT))] == [1, 2]
+
+
 def test_a_file_that_vanishes_is_skipped(tmp_path: Path) -> None:
     spool = Spool(tmp_path, LIMIT)
     spool.append(batch(0))
