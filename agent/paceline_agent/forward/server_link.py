@@ -257,7 +257,9 @@ class ServerLink:
 
     def _try_exchange(self, path: str, content: bytes, content_type: str) -> HttpAnswer:
         try:
-            if self._connection is None:
+            # Without a socket, the server has closed it: http.client would open another one by
+            # itself, which waits for an answer no longer than for a connection.
+            if self._connection is None or self._connection.sock is None:
                 self._connection = self._target.connect()
                 self._connection.sock.settimeout(ANSWER_SECONDS)
             self._target.request(
