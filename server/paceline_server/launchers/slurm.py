@@ -14,6 +14,7 @@ agent that found the ranks there, and a job is requeued only if it runs on exact
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import time
@@ -58,6 +59,7 @@ _ENDED_ON_PURPOSE = ("CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE", "REVOKED")
 # How squeue shows the hold of `scontrol requeuehold`; holds of people are JobHeldUser and -Admin.
 _REQUEUED_HELD = "requeued in held state"
 _COMMENT, _EXCLUDE = "paceline:", "exclude="  # in the AdminComment
+_NODE = re.compile(r"[\w-]+", re.ASCII)
 _DENIED = ("invalid user id", "access/permission denied", "access denied")
 _UNKNOWN_JOB = "invalid job id"
 
@@ -127,7 +129,7 @@ class SlurmLauncher:
         """Return the launch of ranks that all report the same job and number of requeues."""
         runs = {(one.get(SLURM_JOB), one.get(SLURM_RESTARTS)) for one in metadata.values()}
         nodes = {agent: one.get(SLURM_NODE, "") for agent, one in metadata.items()}
-        if len(runs) != 1 or any(agent.split(".")[0] != node for agent, node in nodes.items()):
+        if len(runs) != 1 or not all(_is_same_node(*pair) for pair in nodes.items()):
             return None
         job, restarts = runs.pop()
         if not (job and job.isdecimal() and restarts and restarts.isdecimal()):
@@ -323,6 +325,11 @@ class SlurmLauncher:
 
     def _update(self, name: str, *changes: str) -> None:
         self._run("scontrol", "update", f"JobId={name}", *changes)
+
+
+def _is_same_node(agent: str, node: str) -> bool:
+    """Return whether the agent has the node's name, which must not be an expression of several."""
+    return agent.split(".")[0] == node and _NODE.fullmatch(node) is not None
 
 
 def _seen(state: ObservedState, detail: str, job: SlurmJob) -> ShownRequest:

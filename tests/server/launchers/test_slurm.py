@@ -31,6 +31,7 @@ def test_ranks_of_one_job_on_nodes_with_the_agents_names_are_recognized() -> Non
     assert recognize({"n0": rank("n0"), "n1": rank("n1", restarts="2")}) is None
     assert recognize({"n0": rank("n0", job="7 8")}) is None
     assert recognize({"n0": rank("n5")}) is None, "a rank may not speak for another node"
+    assert recognize({"n[0-3]": rank("n[0-3]")}) is None, "nor for several"
 
 
 def test_without_slurms_commands_the_error_says_what_to_install(
