@@ -16,10 +16,10 @@ from paceline import hooks
 from paceline.agreement import Agreement, Request, store_of_process_group
 from paceline.environment import launched_world_size, lost_torchrun
 from paceline.session import log_once
-from paceline.wrapping import replace
+from paceline.wrapping import replace_everywhere
 
 _agreement: Agreement | None = None
-before_end: list[Callable[[], object]] = []  # called before the process group is destroyed
+_before_end: list[Callable[[], object]] = []  # called before the process group is destroyed
 at_leave: list[Callable[[], object]] = []  # called when this rank leaves its generation
 _is_unavailable = False
 
@@ -64,12 +64,23 @@ def agreement() -> Agreement | None:
                 hooks.acknowledge,
                 obstacle_to_stop=lost_torchrun,
             )
-            if is_ready:
-                replace(distributed, "destroy_process_group", _closing)
+            _watch_end()
         except Exception as error:  # a store that cannot be cloned
             _is_unavailable = True
             log_once("agreement", "paceline: requests are not agreed on: %s", error)
     return _agreement
+
+
+def before_end(call: Callable[[], object]) -> None:
+    """Have `call` run before the process group is destroyed."""
+    _before_end.append(call)
+    _watch_end()
+
+
+def _watch_end() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        replace_everywhere(distributed, "destroy_process_group", _closing)
 
 
 def close_agreement() -> None:
@@ -83,22 +94,26 @@ def close_agreement() -> None:
 def leave() -> None:
     """Forget all that belongs to this generation. It waits for no other rank."""
     global _driver, _script
-    for call in at_leave:
+    _call_all(at_leave)
+    _before_end.clear()
+    close_agreement()
+    _driver, _script = None, _Script()
+
+
+def _call_all(calls: list[Callable[[], object]]) -> None:
+    """Call them once; an error of one is logged, and the others follow."""
+    for call in calls:
         try:
             call()
         except Exception as error:
-            log_once("leave", "paceline: a generation was not left completely: %s", error)
-    at_leave.clear()
-    before_end.clear()
-    close_agreement()
-    _driver, _script = None, _Script()
+            log_once("end", "paceline: a Checkpoints was not ended completely: %s", error)
+    calls.clear()
 
 
 def _closing(original: object) -> object:
     def destroy_process_group(group: object = None) -> object:
         if group is None or group is getattr(sys.modules["torch.distributed"].group, "WORLD", None):
-            for call in before_end:
-                call()
+            _call_all(_before_end)
             close_agreement()
         return original(group)  # type: ignore[operator]
 

@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 from paceline.session import log_once
@@ -48,6 +49,22 @@ def replace(
     replacement = wraps(original)(make(original))
     setattr(replacement, _MARK, (*done, key))
     setattr(owner, name, replacement)
+
+
+def replace_everywhere(module: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a function of a module, also where other modules have imported it from there."""
+    original = vars(module).get(name)
+    if original is None:
+        return
+    replace(module, name, make)
+    replacement = vars(module)[name]
+    if replacement is original:
+        return
+    # Subclasses may load modules when their contents are read.
+    for other in [each for each in list(sys.modules.values()) if type(each) is ModuleType]:
+        for known, value in list(vars(other).items()):
+            if value is original:
+                setattr(other, known, replacement)
 
 
 def after(owner: Any, name: str, call: Callable[..., None]) -> None:

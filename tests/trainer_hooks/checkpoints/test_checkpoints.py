@@ -526,3 +526,34 @@ def test_what_accelerate_prepares_is_resumed(tmp_path: Path) -> None:
     environment = os.environ | {"PACELINE_MEMORY_DIRECTORY": "", "PACELINE_RING_DIRECTORY": ""}
     ended = forked_python.run(["-c", ACCELERATE, tmp_path], environment, timeout=100)
     assert ended.stdout == "24 [0, 0, 1, 1] True\n", ended.stderr
+
+
+ENDED = """
+import sys, time
+import torch
+from torch.distributed import HashStore, destroy_process_group, init_process_group
+import paceline
+from paceline.checkpoints import storage
+
+write = storage.save
+storage.save = lambda *args, **kwargs: (time.sleep(0.3), write(*args, **kwargs))
+init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+state = paceline.Checkpoints(sys.argv[1], every=2, weight=torch.zeros(1))
+if "loop" in sys.argv:
+    list(paceline.steps(range(4), state=state))
+else:
+    state.save()
+paceline.requests.before_end(lambda: 1 / 0)
+destroy_process_group()
+assert not torch.distributed.is_initialized()
+"""
+
+
+@pytest.mark.parametrize(("how", "step"), [("loop", 4), ("alone", 0)])
+def test_the_end_of_the_process_group_waits_for_the_last_save(
+    tmp_path: Path, how: str, step: int
+) -> None:
+    environment = os.environ | {"PACELINE_MEMORY_DIRECTORY": "", "PACELINE_RING_DIRECTORY": ""}
+    ended = forked_python.run(["-c", ENDED, tmp_path, how], environment, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert saved_checkpoints(tmp_path)[0].step == step, ended.stderr

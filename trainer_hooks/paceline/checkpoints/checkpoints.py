@@ -156,8 +156,8 @@ class Checkpoints:
         self._checkpointer = Checkpointer(
             directory, group, generation, run={}, keep=keep, on_result=self._saved
         )
-        requests.before_end.append(self._checkpointer.wait)
-        requests.before_end.append(self._end_replicas)
+        requests.before_end(self._checkpointer.wait)
+        requests.before_end(self._end_replicas)
         self._copies = None
         requests.at_leave.append(self._leave)
         if memory:
@@ -174,7 +174,7 @@ class Checkpoints:
         hooks.describe_repair(roll_back=True)
         self._replicas = None if group is None else self._open_replicas(peers)
         if self._copies is not None:
-            requests.before_end.append(self._end_copies)
+            requests.before_end(self._end_copies)
             if group is None:
                 atexit.register(self._end_copies)
 
