@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from paceline.checkpoints import storage
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.layout import (
     COMMITTED,
@@ -205,8 +206,22 @@ def test_a_write_error_gives_no_checkpoint_and_no_crash(
     checkpointer.save(8, state(8.0))
     assert not checkpointer.wait()
     assert "The checkpoint of step 8 was not committed" in caplog.text
+    assert not (tmp_path / Saved(0, 8).name).exists(), "a full disk would stay full"
     save(checkpointer, 12)
     assert loaded(opened(1)) == (12, {12.0})
+
+
+def test_an_error_after_the_commit_deletes_no_checkpoint(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("stale file handle")
+
+    checkpointer = opened()
+    monkeypatch.setattr(storage, "prune", fail)
+    checkpointer.save(4, state(4.0))
+    assert not checkpointer.wait()
+    assert loaded(opened(1)) == (4, {4.0})
 
 
 def test_an_error_creating_the_directory_gives_no_checkpoint_and_no_crash(

@@ -172,6 +172,12 @@ def prune(directory: Path, keep: int, generation: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def discard(path: Path) -> None:
+    """Delete what a save that failed has left, which may fill the disk. No rank writes any more."""
+    if not (path / COMMITTED).exists():
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def set_aside(directory: Path, saved: Saved) -> None:
     """Rename a damaged checkpoint, because the run will save that step again."""
     shutil.rmtree(directory / f"{DAMAGED}{saved.name}", ignore_errors=True)

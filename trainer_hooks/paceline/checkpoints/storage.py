@@ -56,6 +56,7 @@ from paceline.checkpoints.layout import (
     claim,
     commit,
     describe,
+    discard,
     prune,
     read_manifest,
     refuse_if_all_damaged,
@@ -327,6 +328,8 @@ class Checkpointer:
         if failure is None:
             whole = {name: entry for part in peers.gather(files) for name, entry in part.items()}
             failure = peers.on_rank_0(lambda: self._mark(step, path, whole, variants))
+        if failure is not None and peers.rank == 0:
+            peers.attempt(lambda: discard(path))
         return failure
 
     def _allow_alone(self) -> None:
