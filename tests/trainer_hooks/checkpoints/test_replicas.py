@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.checkpoints import replicas
 from paceline.checkpoints.replicas import Piece, ReplicaCheck, ReplicaSet, checksum
 from tests.forked_python import ForkedPython
 from tests.ports import free_port
@@ -156,3 +157,21 @@ def test_the_interval_follows_the_cost() -> None:
         check.step_ended(step)
     assert check.every == 32, "1 ms in 32 steps of 0.1 s is at most half of 0.1%"
     check.close()
+
+
+def test_the_checksum_is_awaited_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda, device = True, torch.device("cuda", 3)
+
+    class Target:
+        def copy_(self, value: OnGpu, *, non_blocking: bool) -> Target:
+            return self
+
+    awaited: list[torch.device] = []
+    monkeypatch.setattr(replicas, "checksum", lambda piece, weights: OnGpu())
+    monkeypatch.setattr(replicas, "DeviceMark", awaited.append)
+    [check] = checks(same(1))
+    check.close()
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: Target())
+    check.step_ended(1)
+    assert awaited == [OnGpu.device], "not on the current one, which may be another"

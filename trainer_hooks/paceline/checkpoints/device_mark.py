@@ -9,11 +9,11 @@ import torch
 
 
 class DeviceMark:
-    """The end of what the current stream of the current GPU has to do now."""
+    """The end of what the current stream of a GPU has to do now."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._mark = torch.zeros(1, dtype=torch.uint8, pin_memory=True)
-        reached = torch.ones(1, dtype=torch.uint8, device="cuda")
+        reached = torch.ones(1, dtype=torch.uint8, device=device)
         self._mark.copy_(reached, non_blocking=True)
 
     @property

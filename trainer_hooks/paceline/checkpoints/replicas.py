@@ -208,9 +208,10 @@ class ReplicaCheck:
         value = checksum(one.pieces[piece], self._weights)
         mark = None
         if value.is_cuda:
+            device = value.device
             target = torch.empty((), dtype=torch.int64, pin_memory=True)
             value = target.copy_(value, non_blocking=True)
-            mark = DeviceMark()
+            mark = DeviceMark(device)  # the script may have another one as its current device
         return _Taken(number, step, piece, value, mark)
 
     def _measure(self, seconds: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
 import os
 import socket
 import threading
@@ -17,10 +19,13 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.checkpoints.layout import RUN, saved_checkpoints
+from paceline.checkpoints.memory import slots
 from paceline.checkpoints.memory.captures import Captures
-from paceline.checkpoints.memory.copies import MemoryCopies, NodeMemory, _JobRanks
+from paceline.checkpoints.memory.copies import MemoryCopies, _JobRanks
 from paceline.checkpoints.memory.deferred import DeferredCopy, TensorPlan
 from paceline.checkpoints.memory.directory import CopyDirectory
+from paceline.checkpoints.memory.held import HeldCopies
+from paceline.checkpoints.memory.slots import NodeMemory
 from paceline.checkpoints.parts import part_of
 from paceline.checkpoints.rank_group import RankGroup
 from paceline.environment import memory_settings
@@ -41,6 +46,12 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.001)
+
+
+def mapped_files(directory: Path) -> set[str]:
+    """Return the files below a directory that this process has mapped, also deleted ones."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.partition("/")[2] for line in lines if f"{directory}/" in line}
 
 
 class CopiedScript:
@@ -200,6 +211,67 @@ def test_a_full_file_system_stops_no_training(tmp_path: Path) -> None:
     ended = forked_python.run(["-c", limit + SCRIPT, tmp_path / "saved", "end"], os.environ)
     assert ended.stdout == "None None\n", ended.stderr
     assert "Copies in memory: [Errno 27] File too large" in ended.stderr
+
+
+def test_files_are_deleted_if_there_is_no_memory_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved = []
+
+    def reserve(descriptor: int, offset: int, size: int) -> None:
+        reserved.append(size)
+        if len(reserved) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.truncate(descriptor, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    script = CopiedScript(tmp_path / "saved").train(9)
+    assert len(reserved) == 3
+    assert script.copies.is_off
+    until(lambda: mapped_files(tmp_path) == set())
+    assert not list(tmp_path.glob("memory/*/*"))
+
+
+def test_memory_is_freed_once_copies_are_off(tmp_path: Path) -> None:
+    def turn_off(step: int) -> None:
+        if step == 5:
+            assert mapped_files(tmp_path)
+            script.copies._turn_off("as a peer did")
+
+    script = CopiedScript(tmp_path / "saved")
+    script.train(9, turn_off)
+    until(lambda: mapped_files(tmp_path) == set())
+    assert not list(tmp_path.glob("memory/*/*"))
+
+
+def test_memory_that_is_locked_for_a_gpu_is_unlocked_before_it_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda", 1)
+    locked: list[mmap.mmap] = []
+
+    def pin(content: mmap.mmap, device: torch.device) -> bool:
+        assert device == gpu
+        locked.append(content)
+        return True
+
+    def unpin(content: mmap.mmap, device: torch.device) -> None:
+        assert device == gpu
+        locked.remove(content)
+
+    monkeypatch.setattr(slots, "pin", pin)
+    monkeypatch.setattr(slots, "unpin", unpin)
+    monkeypatch.setattr(Captures, "gpu", gpu)
+    table: dict[str, Any] = {"rows": torch.zeros(2)}
+
+    def grow(step: int) -> None:
+        if step == 7:
+            table["rows"] = torch.ones(100_000)
+
+    script = CopiedScript(tmp_path / "saved", table=table).train(17, grow)
+    assert locked == [slot.content for slot in script.copies._slots]
+    script.interrupt()
+    assert locked == []
 
 
 def test_an_object_that_cannot_be_copied_turns_copies_off(
@@ -414,6 +486,7 @@ def test_a_peer_that_never_answers_delays_no_copy(
         1,
         memory,
         None,
+        HeldCopies(directory, 1, frozenset(), memory, closed),
         None,
         closed,
         Captures({"part": part_of("part", {"weight": torch.zeros(100)}, dict)}),
@@ -439,15 +512,17 @@ def test_a_dead_peer_is_reported_once_and_tried_again(tmp_path: Path) -> None:
     directory = CopyDirectory(tmp_path / "memory", "0" * 32)
     ranks = _JobRanks(RankGroup(None), [0], [0], [address], b"secret")
     reports: list[str] = []
+    memory, closed = NodeMemory(1 << 30), threading.Event()
     copies = MemoryCopies(
         memory_settings(),
         directory,
         ranks,
         1,
-        NodeMemory(1 << 30),
+        memory,
         None,
+        HeldCopies(directory, 1, frozenset(), memory, closed),
         None,
-        threading.Event(),
+        closed,
         Captures({"part": part_of("part", {"weight": torch.zeros(100)}, dict)}),
         reports.append,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -62,6 +63,7 @@ class Cuda:
     def __init__(self) -> None:
         self.script = self.current = Stream()
         self.is_capturing = False
+        self.gpu = GPU  # the current one
 
     def current_stream(self) -> Stream:
         return self.current
@@ -72,8 +74,11 @@ class Cuda:
         yield
         self.current = before
 
-    def device(self, which: torch.device) -> Any:
-        return nullcontext()
+    @contextmanager
+    def device(self, which: torch.device) -> Iterator[None]:
+        before, self.gpu = self.gpu, which
+        yield
+        self.gpu = before
 
     def is_initialized(self) -> bool:
         return True
@@ -101,7 +106,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(device, "_streams", {})
     monkeypatch.setattr(device, "_copy", lambda tensors: cuda.current.launch(lambda: copy(tensors)))
     monkeypatch.setattr(device, "_to_host", to_host)
-    monkeypatch.setattr(device, "DeviceMark", lambda: Mark(cuda))
+    monkeypatch.setattr(device, "DeviceMark", lambda gpu: Mark(cuda))
     return cuda
 
 
@@ -171,3 +176,35 @@ def test_a_copy_of_a_gpu_that_hangs_ends_with_the_training(cuda: Cuda) -> None:
     closed = threading.Event()
     closed.set()
     assert not state.copy.wait(closed)
+
+
+def test_memory_is_locked_on_the_gpu_of_the_state(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    modes: list[int] = []
+
+    class Runtime:
+        """The calls of the CUDA runtime."""
+
+        def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 - CUDA's
+            modes.append(mode._obj.value)
+            mode._obj.value = 0  # that of the thread
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            calls.append(("register", cuda.gpu, address, size))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            calls.append(("unregister", cuda.gpu, address))
+            return 0
+
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: Runtime())
+    monkeypatch.setattr(cuda, "cudart", Runtime, raising=False)
+    gpu = torch.device("cuda", 3)
+    content = mmap.mmap(-1, 4096)
+    assert device.pin(content, gpu)
+    device.unpin(content, gpu)
+    address = calls[0][2]
+    assert calls == [("register", gpu, address, 4096), ("unregister", gpu, address)]
+    assert modes == [2, 0, 2, 0], "and the thread's own again"

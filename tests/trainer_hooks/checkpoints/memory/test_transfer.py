@@ -16,7 +16,7 @@ from paceline.checkpoints.errors import CheckpointError
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName
 from paceline.checkpoints.memory.file import BLOCK_BYTES, CopyRecord, hashed_part, pack_record
 from paceline.checkpoints.memory.held import HeldCopies
-from paceline.checkpoints.memory.slots import CopySlot
+from paceline.checkpoints.memory.slots import CopySlot, NodeMemory
 from paceline.checkpoints.memory.transfer import (
     BURST_BYTES,
     CopyServer,
@@ -37,15 +37,10 @@ class Holder:
 
     def __init__(self, root: Path, most_bytes: int = 1 << 20, tls: Path | None = None) -> None:
         self.directory = CopyDirectory(root, "run")
-        self.most_bytes = most_bytes
-        self.held = HeldCopies(self.directory, 5, frozenset({1}), self._reserve, threading.Event())
+        self.memory = NodeMemory(most_bytes)
+        self.held = HeldCopies(self.directory, 5, frozenset({1}), self.memory, threading.Event())
         self.server = CopyServer("127.0.0.1", SECRET, tls, self.held.serve)
         self.address = ("127.0.0.1", self.server.port)
-
-    def _reserve(self, count: int) -> None:
-        self.most_bytes -= count
-        if self.most_bytes < 0:
-            raise CheckpointError("no room")
 
     def connect(self, secret: bytes = SECRET, tls: Path | None = None) -> PeerConnection:
         return PeerConnection.open(self.address, secret, tls)
@@ -133,10 +128,10 @@ def test_copies_of_other_ranks_and_generations_are_refused(tmp_path: Path, holde
 def test_a_copy_without_room_is_refused_and_the_connection_stays(
     tmp_path: Path, holder: Holder
 ) -> None:
-    holder.most_bytes = TOTAL_BYTES - 1
+    holder.memory.most_bytes = TOTAL_BYTES - 1
     with closing(holder.connect()) as connection:
-        assert send(connection, copy_of(tmp_path, 1)) == "no room"
-        holder.most_bytes = 1 << 20
+        assert "this rank may use 12,287" in str(send(connection, copy_of(tmp_path, 1)))
+        holder.memory.most_bytes = 1 << 20
         assert send(connection, copy_of(tmp_path, 2)) is None
 
 

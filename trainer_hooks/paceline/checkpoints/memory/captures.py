@@ -52,6 +52,12 @@ class Captures:
         return tuple(each.version for each in self.parts if isinstance(each.part, _Trained))
 
     @property
+    def gpu(self) -> torch.device | None:
+        """The first GPU that has a tensor of it."""
+        every = (tensor for part in self.parts for tensor in part.locals)
+        return next((tensor.device for tensor in every if tensor.is_cuda), None)
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         return {name: tensor for part in self.parts for name, tensor in part.tensors.items()}
 

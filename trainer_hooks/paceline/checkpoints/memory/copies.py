@@ -29,7 +29,6 @@ from paceline.checkpoints.layout import Saved
 from paceline.checkpoints.memory.captures import Captures
 from paceline.checkpoints.memory.cost import HostUse, lost_seconds
 from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, Updates
-from paceline.checkpoints.memory.device import pin
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName, available_bytes
 from paceline.checkpoints.memory.file import (
     CopyFile,
@@ -42,7 +41,7 @@ from paceline.checkpoints.memory.held import HeldCopies
 from paceline.checkpoints.memory.holders import RankHost, holders_of
 from paceline.checkpoints.memory.recovery import Choice, Recovery, Source
 from paceline.checkpoints.memory.schedule import CopySchedule
-from paceline.checkpoints.memory.slots import CopyLayout, CopySlot
+from paceline.checkpoints.memory.slots import CopyLayout, CopySlot, NodeMemory
 from paceline.checkpoints.memory.transfer import (
     CopyServer,
     PeerConnection,
@@ -71,29 +70,7 @@ OWN_SLOTS_OF_SENDERS = 4
 LONGEST_PAUSE_SECONDS = 300.0  # after failed transfers
 _CLOSE_SECONDS = 2.0
 _NOTHING_LIVE: LiveTensors = {}  # if nothing is deferred
-
-
-class NodeMemory:
-    """The memory that one rank may use for files."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self._used_bytes = 0
-        self._lock = threading.Lock()  # never taken by the training thread
-
-    def reserve(self, count: int) -> None:
-        """Take memory. Raises CheckpointError if it is too much."""
-        with self._lock:
-            if self._used_bytes + count > self.most_bytes:
-                raise CheckpointError(
-                    f"copies need {self._used_bytes + count:,} bytes of memory and this rank may "
-                    f"use {self.most_bytes:,}; PACELINE_MEMORY_BYTES sets the limit of a node"
-                )
-            self._used_bytes += count
-
-    def release(self, count: int) -> None:
-        with self._lock:
-            self._used_bytes -= count
+_awaited: list[CopySlot] = []  # whose memory is not freed, because a GPU that hangs may write to it
 
 
 class _RankNode(NamedTuple):
@@ -149,7 +126,7 @@ def open_copies(
         directory,
         generation,
         frozenset(rank for rank, holder in enumerate(holders) if holder == peers.rank),
-        memory.reserve,
+        memory,
         closed,
     )
     server, address = None, None
@@ -175,7 +152,17 @@ def open_copies(
     first_ranks = [hosts.index(host) for host in hosts]
     every = _JobRanks(peers, first_ranks, holders, addresses, secret)
     return MemoryCopies(
-        settings, directory, every, generation, memory, store, server, closed, captures, report
+        settings,
+        directory,
+        every,
+        generation,
+        memory,
+        store,
+        held,
+        server,
+        closed,
+        captures,
+        report,
     )
 
 
@@ -206,6 +193,7 @@ class MemoryCopies:
         generation: int,
         memory: NodeMemory,
         store: RankStore | None,
+        held: HeldCopies,
         server: CopyServer | None,
         closed: threading.Event,
         captures: Captures,
@@ -214,11 +202,14 @@ class MemoryCopies:
         self.disk: Saved | None = None  # the newest checkpoint on disk
         self.skipped = 0  # copies that were left out because the one before was not complete
         self.is_off = False
+        self._is_left = False  # by the training thread, because copies are off
+        self._is_on_host = True  # at the end: no GPU copies any more
         self._directory = directory
         self._peers = peers
         self._rank, self._size = peers.group.rank, peers.group.size
         self._generation = generation
         self._memory = memory
+        self._held = held
         self._server = server
         self._closed = closed
         self._captures = captures
@@ -316,6 +307,7 @@ class MemoryCopies:
     def step_ended(self, step: int) -> bool:
         """Copy the state if it is time. Return whether it was. Errors turn copies off."""
         if self.is_off:
+            self._leave()
             return False
         self._schedule.waited(self._updates.take_waited())
         is_due = self._schedule.step_ended(step)
@@ -330,6 +322,13 @@ class MemoryCopies:
             self._turn_off(reason_of(error))
             return False
 
+    def _leave(self) -> None:
+        """Have the memory freed, once the last copy is complete."""
+        if not self._is_left:
+            self._is_left = True
+            self._updates.close()
+            self._tasks.put(self._free)
+
     def _copy(self, step: int) -> bool:
         started = monotonic()
         captures = self._captures
@@ -342,7 +341,7 @@ class MemoryCopies:
             self._is_writing = True
             by_part = {name: serialize(rest) for name, rest in captures.rests.items()}
             layout = CopyLayout(captures, len(content))
-            self._tasks.put(partial(self._allocate, layout, by_part, content))
+            self._tasks.put(partial(self._allocate, layout, by_part, content, captures.gpu))
             return False
         sending = self._sending  # read before `_sent`, which is set first
         used = (sending, self._sent, self._newest)
@@ -379,16 +378,21 @@ class MemoryCopies:
             if self._has_older_copies and self._schedule.has_complete_step and self._completed:
                 self._has_older_copies = False
                 self._directory.delete(lambda name: name.generation < self._generation)
-            if self._schedule.off is not None and self._slots:
+            if self._schedule.off is not None:
                 self.is_off = True
-                self._free()
+        if self._is_on_host:
+            for slot in self._slots:
+                slot.unpin()
+        else:
+            _awaited.extend(self._slots)
 
     def _free(self) -> None:
-        """Delete this rank's files."""
+        """Free the memory of this rank's copies, and of those that it holds."""
         self._directory.delete(lambda name: name.rank == self._rank)
         for slot in self._slots:
-            slot.path.unlink(missing_ok=True)
-        self._slots = []
+            slot.free()
+        self._slots, self._newest, self._sent = [], None, None
+        self._held.free()
 
     def _turn_off(self, reason: str) -> None:
         """Stop making copies on all ranks: those of the others would be of no use."""
@@ -398,7 +402,13 @@ class MemoryCopies:
         self._tasks.put(partial(self._schedule.turn_off, reason))
         self._report(f"{reason} (rank {self._rank})")
 
-    def _allocate(self, layout: CopyLayout, by_part: dict[str, bytes], rests: bytes) -> None:
+    def _allocate(
+        self,
+        layout: CopyLayout,
+        by_part: dict[str, bytes],
+        rests: bytes,
+        gpu: torch.device | None,
+    ) -> None:
         """Create the files. Raises CheckpointError or OSError if there is no memory."""
         for name, content in by_part.items():
             refuse_if_unsafe(content, name)
@@ -407,6 +417,7 @@ class MemoryCopies:
         self._directory.delete_leftovers()
         for slot in self._slots:
             self._memory.release(slot.capacity)
+            slot.unpin()
             if slot is not self._newest:
                 slot.path.unlink(missing_ok=True)
         count = OWN_SLOTS if self._holder is None else OWN_SLOTS_OF_SENDERS
@@ -420,10 +431,17 @@ class MemoryCopies:
             self._memory.reserve(count * layout.capacity)
             self._report(f"no copies are sent to another node: {error} (rank {self._rank})")
         base = f"g{self._generation:08}.r{self._rank:06}.{os.getpid()}.{self._completed}"
-        slots = []
-        for number in range(count):
-            slots.append(CopySlot(self._directory.path / f"{base}-{number}.part", layout.capacity))
-            pin(slots[-1].content)
+        slots: list[CopySlot] = []
+        try:
+            for number in range(count):
+                path = self._directory.path / f"{base}-{number}.part"
+                slots.append(CopySlot(path, layout.capacity))
+                if gpu is not None:
+                    slots[-1].pin(gpu)
+        except OSError:
+            for slot in slots:
+                slot.free()
+            raise
         self._has_old_files = bool(self._slots)
         self._slots = slots
         self._is_writing = False
@@ -532,8 +550,8 @@ class MemoryCopies:
         if self._closed.is_set():
             return
         self.is_off = True
+        self._is_on_host = self._updates.close(_CLOSE_SECONDS)
         self._closed.set()
-        self._updates.close()
         self._tasks.put(lambda: None)  # it need not wait for its next poll
         self._worker.join(_CLOSE_SECONDS)
         self._outgoing.put(None)

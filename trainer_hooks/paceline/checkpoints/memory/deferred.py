@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import TypeAlias
 
 import torch
@@ -35,6 +35,7 @@ from paceline.checkpoints.memory.file import local_of
 
 LEAST_BYTES = 64 * 1024  # a smaller tensor is copied at the boundary
 _PIECE_BYTES = 4 << 20  # that the training thread may wait for
+_POLL_SECONDS = 0.001
 
 # By address and number of elements of this rank's part: what the script changes.
 LiveTensors: TypeAlias = dict[tuple[int, int], Tensor]
@@ -100,10 +101,14 @@ class Updates:
         waited, self._waited = self._waited, 0.0
         return waited + (0.0 if self._last is None else self._last.take_device_seconds())
 
-    def close(self) -> None:
+    def close(self, seconds: float = 0.0) -> bool:
+        """End, in the training thread. Return whether no GPU copies any more, after a wait."""
         self._finish()
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        last, self._last, self._live = self._last, None, None
+        return last is None or last.is_on_host(seconds)
 
 
 class DeferredCopy:
@@ -153,6 +158,15 @@ class DeferredCopy:
                 each.hold_back()
             with self._in_progress:  # the piece of the other thread, if it has one
                 self._check()
+
+    def is_on_host(self, seconds: float) -> bool:
+        """Wait for the GPUs. Return False if one still copies after so long."""
+        until = monotonic() + seconds
+        while not all(each.is_complete for each in self._devices):
+            if monotonic() >= until:
+                return False
+            sleep(_POLL_SECONDS)
+        return True
 
     def take_device_seconds(self) -> float:
         """Return what the script's streams have waited for, once it is known."""

@@ -11,6 +11,8 @@ import ctypes
 import logging
 import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,7 +81,7 @@ class DeviceCopy:
                 for plan in plans:
                     _copy(plan.deferred)
                 self._after = _to_host(probes)
-                self._mark = DeviceMark()
+                self._mark = DeviceMark(device)
             self._done = _event(own)
         self._reached: Any = None  # event: the script's stream waits from here on
 
@@ -104,6 +106,11 @@ class DeviceCopy:
             if closed.wait(_POLL_SECONDS):
                 return False
         return True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the copy is in the host's memory."""
+        return self._mark.is_reached
 
     @property
     def is_intact(self) -> bool:
@@ -143,20 +150,49 @@ def _to_host(tensors: list[Tensor]) -> Tensor:
     return target.copy_(joined, non_blocking=True)
 
 
-def pin(content: mmap.mmap) -> None:
-    """Lock the pages of memory for copies from a GPU, if there is one; that only saves time.
+def pin(content: mmap.mmap, device: torch.device) -> bool:
+    """Lock the pages of memory for copies from a GPU; that only saves time.
 
-    In a thread of Paceline: the call would break captures of graphs by other threads.
+    In a thread of Paceline, because it takes long. Return whether they are locked: then `unpin` is
+    due before the memory is freed.
     """
-    if not _cuda.is_initialized():
-        return
     try:
-        library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+        with _outside_of_graphs(device):
+            error = int(_cuda.cudart().cudaHostRegister(*_place_of(content), _PORTABLE))
     except OSError:
         _log.debug("libcudart is not found: memory is not locked for copies")
-        return
-    library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED_CAPTURE)))
-    address = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
-    error = int(_cuda.cudart().cudaHostRegister(address, len(content), _PORTABLE))
+        return False
     if error:
         _log.debug("the memory for copies is not locked: CUDA error %d", error)
+    return not error
+
+
+def unpin(content: mmap.mmap, device: torch.device) -> None:
+    """Unlock the pages that `pin` has locked.
+
+    Otherwise CUDA copies from and to these pages, and not the memory that is later mapped there.
+    """
+    with _outside_of_graphs(device):
+        error = int(_cuda.cudart().cudaHostUnregister(_place_of(content)[0]))
+    if error:
+        _log.debug("the memory for copies is not unlocked: CUDA error %d", error)
+
+
+def _place_of(content: mmap.mmap) -> tuple[int, int]:
+    return torch.frombuffer(content, dtype=torch.uint8).data_ptr(), len(content)
+
+
+@contextmanager
+def _outside_of_graphs(device: torch.device) -> Iterator[None]:
+    """Have calls of this thread break no capture of a graph. Raises OSError without libcudart.
+
+    A thread begins with GPU 0, where the first call would create a context of hundreds of MB.
+    """
+    library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+    mode = ctypes.c_int(_RELAXED_CAPTURE)
+    with _cuda.device(device):
+        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))

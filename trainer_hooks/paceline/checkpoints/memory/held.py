@@ -6,7 +6,6 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from paceline.checkpoints.errors import CheckpointError, DamagedError
@@ -18,7 +17,7 @@ from paceline.checkpoints.memory.file import (
     read_record,
     unpack_record,
 )
-from paceline.checkpoints.memory.slots import CopySlot
+from paceline.checkpoints.memory.slots import CopySlot, NodeMemory
 from paceline.checkpoints.memory.transfer import (
     Message,
     PeerConnection,
@@ -39,7 +38,7 @@ class HeldCopies:
         directory: CopyDirectory,
         generation: int,
         ranks: frozenset[int],
-        reserve: Callable[[int], None],
+        memory: NodeMemory,
         closed: threading.Event,
     ) -> None:
         """Take nothing yet.
@@ -48,17 +47,26 @@ class HeldCopies:
             directory: of this node.
             generation: of the job; copies of another one are refused.
             ranks: those whose copies are held here.
-            reserve: called with the bytes of a file before it is created; raises CheckpointError if
-                that is too much.
+            memory: that this rank may use.
             closed: set when the training ends.
         """
         self._directory = directory
         self._generation = generation
         self._ranks = ranks
-        self._reserve = reserve
+        self._memory = memory
         self._closed = closed
+        self._is_off = False
         self._slots: dict[int, list[CopySlot]] = {rank: [] for rank in ranks}
         self._locks = {rank: threading.Lock() for rank in ranks}  # connections may overlap
+
+    def free(self) -> None:
+        """Delete the copies that are held, and take none: the job makes none any more."""
+        self._is_off = True
+        for rank, lock in self._locks.items():
+            with lock:
+                for slot in self._slots[rank]:
+                    slot.free()
+                self._slots[rank].clear()
 
     def serve(self, connection: PeerConnection, message: Message) -> None:
         """Answer one message. Raises OSError or CheckpointError if the connection is broken."""
@@ -93,6 +101,8 @@ class HeldCopies:
 
     def _slot(self, record: CopyRecord) -> CopySlot:
         """Return a slot that is not the newest copy's. Raises CheckpointError without memory."""
+        if self._is_off:
+            raise CheckpointError("copies are off")
         slots = self._slots[record.rank]
         newest = max((s.record.step for s in slots if s.record is not None), default=None)
         free = [s for s in slots if s.record is None or s.record.step != newest]
@@ -100,9 +110,10 @@ class HeldCopies:
             if slot.capacity >= record.total_bytes:
                 return slot
             slots.remove(slot)
-            slot.path.unlink(missing_ok=True)
+            slot.free()
+            self._memory.release(slot.capacity)
         capacity = record.total_bytes + record.total_bytes // 16
-        self._reserve(capacity)
+        self._memory.reserve(capacity)
         name = f"g{record.generation:08}.r{record.rank:06}.{os.getpid()}.h{record.step}.part"
         slots.append(CopySlot(self._directory.path / name, capacity))
         return slots[-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from paceline.checkpoints.errors import CheckpointError
 from paceline.checkpoints.memory.captures import CapturedPart, Captures
 from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, TensorPlan
+from paceline.checkpoints.memory.device import pin, unpin
 from paceline.checkpoints.memory.file import (
     ALIGNMENT,
     BLOCK_BYTES,
@@ -33,6 +35,29 @@ from paceline.checkpoints.memory.file import (
 )
 
 _SPARE_BYTES = 64 * 1024  # for rests that grow
+
+
+class NodeMemory:
+    """The memory that one rank may use for files."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._used_bytes = 0
+        self._lock = threading.Lock()  # never taken by the training thread
+
+    def reserve(self, count: int) -> None:
+        """Take memory. Raises CheckpointError if it is too much."""
+        with self._lock:
+            if self._used_bytes + count > self.most_bytes:
+                raise CheckpointError(
+                    f"copies need {self._used_bytes + count:,} bytes of memory and this rank may "
+                    f"use {self.most_bytes:,}; PACELINE_MEMORY_BYTES sets the limit of a node"
+                )
+            self._used_bytes += count
+
+    def release(self, count: int) -> None:
+        with self._lock:
+            self._used_bytes -= count
 
 
 class CopyLayout:
@@ -84,10 +109,27 @@ class CopySlot:
             os.close(descriptor)
         self._bytes = torch.frombuffer(self.content, dtype=torch.uint8)
         self._bytes.zero_()  # maps all pages now: the training thread would wait for it later
+        self._pinned_for: torch.device | None = None
         self._layout: CopyLayout | None = None
         # By part, with the version and the live tensors that they were made for.
         self._plans: dict[str, tuple[int, LiveTensors, TensorPlan]] = {}
         self.written_bytes = 0
+
+    def pin(self, device: torch.device) -> None:
+        """Lock the memory for copies from a GPU, if that is possible."""
+        if pin(self.content, device):
+            self._pinned_for = device
+
+    def unpin(self) -> None:
+        """Unlock the memory. No GPU copies to it any more."""
+        device, self._pinned_for = self._pinned_for, None
+        if device is not None:
+            unpin(self.content, device)
+
+    def free(self) -> None:
+        """Delete the file; its memory is freed once nothing has it mapped."""
+        self.unpin()
+        self.path.unlink(missing_ok=True)
 
     def copied_step(self) -> int:
         """Return the step of the copy; without one 0, before all steps."""
