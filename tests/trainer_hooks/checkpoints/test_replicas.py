@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.checkpoints import replicas
 from paceline.checkpoints.replicas import Piece, ReplicaCheck, ReplicaSet, checksum
+from tests import forked_python
 from tests.forked_python import ForkedPython
 from tests.ports import free_port
 
@@ -130,6 +131,62 @@ def test_the_majority_names_the_outlier_and_of_two_none(count: int, expected: li
     assert started[0].mismatches.get().outliers == expected
     for one in started:
         one.close()
+
+
+def test_ranks_of_which_groups_differ_are_no_replicas() -> None:
+    models = same(4)
+    started = checks(models, overhead=1e9)
+    for step in range(1, 12):
+        for one in started:
+            one.step_ended(step)
+        if step == 2:  # local SGD begins: two groups of two
+            for model in models[2:]:
+                model.weight.data.add_(1.0)
+    assert wait_until(lambda: started[0]._off == {0})
+    assert started[0].mismatches.empty()
+    for one in started:
+        one.close()
+
+
+def test_a_rank_compares_each_of_its_sets_with_the_same_set_of_others() -> None:
+    store: Any = SharedStore()
+    model = same(1)[0]
+    pairs = [[(0, 1), (0, 2)], [(0, 1)], [(0, 2), (2, 3)]]
+    started = [
+        ReplicaCheck(
+            [ReplicaSet(pair, pieces(model.weight)) for pair in own],
+            *(rank, store),
+            least_every=1,
+            overhead=1e9,
+        )
+        for rank, own in enumerate(pairs)
+    ]
+    for one in started:
+        one.step_ended(1)
+    assert wait_until(lambda: {number for number, _ in started[0]._agreed} == {0, 1})
+    for one in started:
+        one.close()
+
+
+IGNORED = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from paceline.checkpoints.replicas import replica_sets
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+DDP._set_params_and_buffers_to_ignore_for_model(module, ["1.weight"])
+[found] = replica_sets([DDP(module)])
+print(found.ranks, [piece.name for piece in found.pieces])
+"""
+
+
+def test_parameters_that_ddp_ignores_are_not_compared() -> None:
+    ended = forked_python.run(["-c", IGNORED], os.environ, timeout=60)
+    assert ended.stdout == (
+        "(0, 1, 2, 3) ['0.module.0.weight', '0.module.0.bias', '0.module.1.bias']\n"
+    ), ended.stderr
 
 
 def test_ranks_that_never_had_the_same_content_are_no_replicas() -> None:

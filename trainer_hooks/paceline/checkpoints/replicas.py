@@ -7,7 +7,8 @@ of torch.distributed: no collective, no wait in the loop.
 
 Replicas are the ranks of a `DistributedDataParallel`, and for a DTensor the ranks of its mesh that
 differ only in dimensions in which it is replicated. Shards are compared with the same shard only.
-Buffers and other tensors may differ between ranks, and are not compared.
+Buffers and other tensors may differ between ranks, and are not compared. A flipped bit is in one of
+them: if groups of them differ, each trains alone for a while (local SGD).
 
 K is the smallest power of two, from `LEAST_EVERY` on, with which the checksum takes at most
 `OVERHEAD` of the step time. Ranks may have different ones: a step counts for those that checked it.
@@ -17,6 +18,7 @@ reads it once the GPU has set a mark.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import queue
@@ -73,6 +75,11 @@ class ReplicaSet(NamedTuple):
     ranks: tuple[int, ...]
     pieces: list[Piece]
 
+    @property
+    def name(self) -> str:
+        """The same on all of its ranks, and of no other set."""
+        return hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
+
     def piece(self, step: int) -> int:
         """Return the number of the piece to check after a step: the same on all ranks."""
         # A multiplicative hash (Knuth) spreads the multiples of K over all pieces.
@@ -88,7 +95,8 @@ def replica_sets(modules: Sequence[nn.Module]) -> list[ReplicaSet]:
             id(parameter): tuple(dist.get_process_group_ranks(each.process_group))
             for each in module.modules()
             if isinstance(each, DistributedDataParallel)
-            for parameter in each.parameters()
+            for name, parameter in each.module.named_parameters()
+            if name not in each.parameters_to_ignore  # such as experts, or shards of a table
         }
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
@@ -169,6 +177,7 @@ class ReplicaCheck:
         self.every = least_every
         self.mismatches: queue.SimpleQueue[Mismatch] = queue.SimpleQueue()
         self._sets = list(sets)
+        self._names = [one.name for one in sets]
         self._rank = rank
         self._store = store
         self._overhead = overhead
@@ -260,9 +269,8 @@ class ReplicaCheck:
         self._store.set(self._key(taken, self._rank), f"{taken.step}:{value:016x}")
 
     def _key(self, taken: _Taken, rank: int) -> str:
-        ranks = self._sets[taken.number].ranks
         slot = taken.step // self._least_every % _SLOTS
-        return f"{ranks[0]}-{len(ranks)}-{taken.number}/{slot}/{rank}"
+        return f"{self._names[taken.number]}/{slot}/{rank}"
 
     def _compare(self, deadline: float, taken: _Taken) -> bool:
         """Compare the checksums of a step. Return whether nothing more is expected."""
@@ -295,6 +303,9 @@ class ReplicaCheck:
             return
         (value, count), *_ = counts.most_common(1)
         has_majority = len(found) > 2 and 2 * count > len(found)
+        if len(found) > 2 and not has_majority:
+            _log.info("Parameters differ between groups of ranks, as with local SGD: not compared.")
+            return
         outliers = [rank for rank, own in found.items() if own != value] if has_majority else []
         one = self._sets[taken.number].pieces[taken.piece]
         mismatch = Mismatch(taken.step, self._agreed.get(key), one.name, sorted(found), outliers)
