@@ -146,7 +146,7 @@ def test_a_rise_that_noise_hides_is_found_when_it_has_lasted(seed):
 
 
 def test_a_peer_that_was_left_behind_was_not_slow_since_the_first_step():
-    """Of two ranks, one becomes faster too gradually for any step to show it."""
+    """One of two ranks becomes faster too gradually for any step to show it."""
     run = watched(Topology(2, 1, 1), 6, noise=Noise(step=0.02, drift=0.0))
     run.slow = dict.fromkeys((0, 1), 1.3)
     run.advance(50)
