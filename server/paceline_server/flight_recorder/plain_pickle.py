@@ -16,6 +16,9 @@ from typing import Any
 
 from paceline_server.flight_recorder.errors import HostileDumpError, MalformedDumpError
 
+# Limit of opcodes: 20,000 entries with 30 frames have 8 million. An opcode of one byte may take
+# a hundred bytes of memory, and a microsecond.
+_OPCODES_LIMIT = 1 << 24
 # Limit of simultaneously open marks; a real dump needs six.
 _OPEN_MARKS_LIMIT = 64
 # Integers of a dump are at most 64 bits wide, signed or not.
@@ -71,7 +74,7 @@ class _Machine:
         The most frequent opcodes are handled here, the others with a table.
         """
         following, memo, stack = self._bytes, self._memo, self._stack
-        for opcode in following:
+        for opcode in islice(following, _OPCODES_LIMIT):
             if opcode == 0x68:  # BINGET
                 stack.append(memo[next(following)])
             elif opcode == 0x4B:  # BININT1
@@ -108,6 +111,8 @@ class _Machine:
                 )
             else:
                 raise ValueError(f"no such opcode: {opcode:#x}")
+        if next(following, None) is not None:
+            raise HostileDumpError(f"has more than {_OPCODES_LIMIT} opcodes; a dump never does")
         raise IndexError("no STOP")
 
     def take(self, size: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import pickletools
 import struct
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,16 @@ HOSTILE = {
 def test_what_no_dump_holds_is_refused(name: str) -> None:
     with pytest.raises(HostileDumpError, match="a dump never does"):
         plain_pickle.load(HOSTILE[name])
+
+
+def test_more_opcodes_than_a_dump_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes on the network become gigabytes of empty dicts."""
+    value = {"entries": [[1, "x"], {"a": 2}]}
+    opcodes = len(list(pickletools.genops(pickle.dumps(value))))
+    monkeypatch.setattr(plain_pickle, "_OPCODES_LIMIT", opcodes)
+    assert plain_pickle.load(pickle.dumps(value)) == value
+    with pytest.raises(HostileDumpError, match=f"has more than {opcodes} opcodes"):
+        plain_pickle.load(b"}" * (opcodes + 1) + b".")
 
 
 CUT_OFF = {
