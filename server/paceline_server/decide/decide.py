@@ -18,6 +18,7 @@ from paceline_server.decide.incidents import group, is_fatal, resolve, resolve_i
 from paceline_server.decide.progress import follow_clock, progress_of
 from paceline_server.decide.propose import NEVER_ACTS, propose
 from paceline_server.decide.restart.advance import advance_restart
+from paceline_server.decide.restart.launch import is_relaunched
 from paceline_server.decide.restart.start import finish_start
 from paceline_server.decide.restart.warm_spare import keep_spare_warm
 from paceline_server.decide.stop_job import advance_stop
@@ -98,6 +99,8 @@ def _end_if_finished(draft: Draft) -> None:
     if not ranks or any(
         rank.state != "exited" or rank.exit_code != 0 or _was_requested(rank) for rank in ranks
     ):
+        return
+    if is_relaunched(draft):  # a script that saves on SIGTERM
         return
     for action in draft.actions("proposed", "approved", "running"):
         if action.kind in ("start", "restart") and action.generation < draft.generation:

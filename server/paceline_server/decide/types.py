@@ -298,6 +298,7 @@ class LaunchResult(msgspec.Struct, frozen=True, kw_only=True):
     state: LaunchState = "waiting"
     detail: str = ""
     has_begun: bool = False  # restart: the launcher may have been asked, so it must be finished
+    has_effect: bool = False  # the launcher shows that it ends the ranks, or has ended them
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):

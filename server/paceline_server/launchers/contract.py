@@ -54,6 +54,7 @@ class ShownRequest(msgspec.Struct, frozen=True, kw_only=True):
     state: ObservedState
     detail: str
     content: Any = None  # for the backend's own `begin`
+    has_effect: bool = False  # the restart has ended the ranks, or will
 
 
 class LauncherSettings(Protocol):

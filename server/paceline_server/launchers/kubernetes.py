@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline_server.decide.types import LaunchRequest
 from paceline_server.engine.types import Launch
@@ -283,7 +284,7 @@ class KubernetesLauncher:
                 return _seen("begun", f"{job.revision.kind} {name} is deleted.", job)
             return _seen("over", f"Kubernetes has no JobSet {name} any longer.", job)
         if target.metadata.annotations.get(_ACTION) == request.action_id:
-            return self._observe_marked(request, job, target)
+            return replace(self._observe_marked(request, job, target), has_effect=True)
         if job.revision is not None and target.metadata.uid != job.revision.uid:
             detail = f"Another client has created {target.title} again."
             return _seen("refused", detail, job)
@@ -304,7 +305,7 @@ class KubernetesLauncher:
                 f"{job.restarts}: it was restarted meanwhile."
             )
             return _seen("refused", detail, job)
-        return self._observe_after(request, job, target)
+        return replace(self._observe_after(request, job, target), has_effect=True)
 
     def _observe_before(
         self, request: LaunchRequest, job: _ShownJob, target: _Object

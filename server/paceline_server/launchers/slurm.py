@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline_server.decide.types import LaunchRequest
 from paceline_server.engine.types import Launch
@@ -155,7 +156,7 @@ class SlurmLauncher:
                 f"found {job.restarts}: it was restarted meanwhile."
             )
             return ShownRequest(state="refused", detail=detail)
-        return self._observe_after(request, job)
+        return replace(self._observe_after(request, job), has_effect=True)
 
     def _observe_before(self, request: LaunchRequest, job: SlurmJob) -> ShownRequest:
         """Return the observation of a job that was not requeued since the decision."""

@@ -75,6 +75,7 @@ def record(
         state=result.state,
         detail=result.detail.replace("\0", "")[:_TEXT],
         has_begun=result.has_begun or row.result.has_begun,
+        has_effect=result.has_effect or row.result.has_effect,
     )
     recorded = session.scalar(
         update(LaunchRow)

@@ -158,7 +158,9 @@ class LaunchThread(LeasedThread):
         is_final = state != "waiting"
         is_slow = now_ns - row.created_ns > _QUEUED_AFTER_NS
         next_ns = now_ns + (_QUEUED_NS if is_slow else _BEGUN_NS)
-        result = LaunchResult(state=state, detail=seen.detail, has_begun=not is_final)
+        result = LaunchResult(
+            state=state, detail=seen.detail, has_begun=not is_final, has_effect=seen.has_effect
+        )
         self._record(row, result, next_ns, is_final=is_final, begins=seen.state == "ready")
         if not is_final:
             # The transaction above has confirmed the lease, and that the request may begin.

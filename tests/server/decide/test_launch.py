@@ -309,6 +309,34 @@ def test_an_approved_plan_ends_with_the_ranks_that_it_would_stop() -> None:
     assert world.actions[planned.action_id].state == "superseded"
 
 
+def test_ranks_that_save_and_end_on_the_launchers_sigterm_have_not_finished(
+    world: LaunchedWorld,
+) -> None:
+    world.hang_until_launch()
+    request = world.requests[-1]
+    result = LaunchResult(detail="Slurm has requeued job 7.", has_begun=True, has_effect=True)
+    world.answers_of_launcher[request.action_id, "restart"] = result
+    for rank in range(8):
+        world.crash(rank, exit_code=0)
+    world.run(5.0)
+    assert (world.state, world.one_action("restart").state) == ("recovering", "running")
+    world.answer("restart", "done")
+    world.relaunch()
+    world.until_running(101)
+    assert world.one_action("restart").state == "done"
+
+
+def test_a_job_that_finishes_before_its_launcher_shows_anything_has_finished(
+    world: LaunchedWorld,
+) -> None:
+    world.hang_until_launch()
+    world.answer("restart", "waiting", "Slurm did not answer within 10 s.")
+    for rank in range(8):
+        world.crash(rank, exit_code=0)
+    world.run(1.0)
+    assert (world.state, world.one_action("restart").state) == ("finished", "superseded")
+
+
 def test_a_restart_is_withdrawn_if_the_job_trains_again_before_it_has_begun(
     world: LaunchedWorld,
 ) -> None:

@@ -148,8 +148,10 @@ def test_a_job_is_suspended_and_resumed_once_on_other_nodes(
     launch = run(cluster, wait_for, make())
     assert launch.restarts == 0
     request = restart_of(launch, "n0")
+    assert not launcher.observe(request).has_effect
     done = carry_out(launcher, request, wait_for)
     assert (done.state, "on n1, n2" in done.detail) == ("done", True), done.detail
+    assert done.has_effect
     assert len(cluster.started) == 4, "each pod was started once more"
     node = cluster.node("n0")
     assert node["spec"]["unschedulable"] is True

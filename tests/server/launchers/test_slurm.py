@@ -171,6 +171,8 @@ class TestRefusals:
                 launcher.begin(request, seen)
             return seen.state == "done"
 
+        assert not launcher.observe(request).has_effect
         wait_for(is_done, "the task")
+        assert launcher.observe(request).has_effect
         assert [slurm.job(task)["Restarts"] for task in (last, other)] == ["1", "0"]
         assert slurm.job(other)["JobState"] == "RUNNING"

@@ -141,6 +141,14 @@ def end_as_over(draft: Draft, action: ActionView, why: str) -> None:
         draft.change_state("stopped", why)
 
 
+def is_relaunched(draft: Draft) -> bool:
+    """Return whether the launcher ends the ranks for a restart; they may end with exit code 0."""
+    return any(
+        progress_of(action).phase == "launch" and launch_result(draft, action, "restart").has_effect
+        for action in draft.actions("running")
+    )
+
+
 def launch_result(draft: Draft, action: ActionView, kind: LaunchKind) -> LaunchResult:
     """Return the newest result of the action's request."""
     return draft.view.launch_results.get((action.action_id, kind), LaunchResult())
