@@ -252,8 +252,8 @@ def _decoded(body: bytes, kind: type[_T], path: str) -> _T:
 def _reason(body: bytes) -> object:
     """Return the reason of a Status object; None if something else was received."""
     try:
-        return msgspec.json.decode(body, type=dict[str, Any]).get("reason")
-    except msgspec.MsgspecError:
+        return msgspec.json.decode(body)["reason"]
+    except (msgspec.MsgspecError, KeyError, TypeError):
         return None
 
 
