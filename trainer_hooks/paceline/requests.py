@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from inspect import ismethod
+from typing import Any, TypeAlias
+from weakref import WeakMethod, ref
 
 from paceline import hooks
 from paceline.agreement import Agreement, Request, store_of_process_group
@@ -19,17 +21,19 @@ from paceline.session import log_once
 from paceline.wrapping import replace_everywhere
 
 _agreement: Agreement | None = None
-_before_end: list[Callable[[], object]] = []  # called before the process group is destroyed
-at_leave: list[Callable[[], object]] = []  # called when this rank leaves its generation
+_Call: TypeAlias = Callable[[], object]
+# Called before the process group is destroyed, and when this rank leaves its generation:
+# methods of objects that the script has not dropped, and functions.
+_before_end: list[ref[_Call]] = []
+_at_leave: list[ref[_Call]] = []
 _is_unavailable = False
 
 
-class RequestDriver(Protocol):
-    """The object that acts on requests instead of the script."""
+class RequestDriver:
+    """The state of an object that acts on requests instead of the script."""
 
-    @property
-    def stopped(self) -> bool:
-        """Whether all ranks ended their loops on request."""
+    def __init__(self) -> None:
+        self.stopped = False  # all ranks ended their loops on request
 
 
 _driver: RequestDriver | None = None
@@ -71,10 +75,20 @@ def agreement() -> Agreement | None:
     return _agreement
 
 
-def before_end(call: Callable[[], object]) -> None:
-    """Have `call` run before the process group is destroyed."""
-    _before_end.append(call)
+def before_end(call: _Call) -> None:
+    """Have `call` run before the process group is destroyed, unless its object is gone by then."""
+    _add(_before_end, call)
     _watch_end()
+
+
+def at_leave(call: _Call) -> None:
+    """Have `call` run when this rank leaves its generation, unless its object is gone by then."""
+    _add(_at_leave, call)
+
+
+def _add(calls: list[ref[_Call]], call: _Call) -> None:
+    added: ref[_Call] = WeakMethod(call) if ismethod(call) else ref(call)
+    calls[:] = [each for each in calls if each() is not None and each != added] + [added]
 
 
 def _watch_end() -> None:
@@ -94,17 +108,18 @@ def close_agreement() -> None:
 def leave() -> None:
     """Forget all that belongs to this generation. It waits for no other rank."""
     global _driver, _script
-    _call_all(at_leave)
+    _call_all(_at_leave)
     _before_end.clear()
     close_agreement()
     _driver, _script = None, _Script()
 
 
-def _call_all(calls: list[Callable[[], object]]) -> None:
+def _call_all(calls: list[ref[_Call]]) -> None:
     """Call them once; an error of one is logged, and the others follow."""
-    for call in calls:
+    for reference in calls:
         try:
-            call()
+            if (call := reference()) is not None:
+                call()
         except Exception as error:
             log_once("end", "paceline: a Checkpoints was not ended completely: %s", error)
     calls.clear()

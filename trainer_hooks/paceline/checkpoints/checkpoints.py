@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakMethod, finalize
 
 import msgspec
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from paceline.checkpoints.errors import CheckpointError
 from paceline.checkpoints.interval import CheckpointInterval
 from paceline.checkpoints.layout import Saved, claim_next, run_of, saved_checkpoints
 from paceline.checkpoints.memory.captures import Captures
-from paceline.checkpoints.memory.copies import open_copies
+from paceline.checkpoints.memory.copies import MemoryCopies, end_dropped, open_copies
 from paceline.checkpoints.memory.file import CopyFile
 from paceline.checkpoints.memory.state import MemoryState
 from paceline.checkpoints.parts import (
@@ -109,7 +110,7 @@ class Checkpoints:
         directory = Path(directory).absolute()  # the script may change its working directory
         group = _new_group()
         self.step = 0  # completed steps
-        self.stopped = False  # all ranks end their loops on request
+        self._driver = requests.RequestDriver()
         self.resumed_step: int | None = None  # step of the loaded checkpoint; None: without one
         # Where it was: memory (of this node, on all ranks), peer (of another node) or disk.
         self.resumed_from: Literal["memory", "peer", "disk"] | None = None
@@ -159,7 +160,7 @@ class Checkpoints:
         requests.before_end(self._checkpointer.wait)
         requests.before_end(self._end_replicas)
         self._copies = None
-        requests.at_leave.append(self._leave)
+        requests.at_leave(self._leave)
         if memory:
             self._copies = open_copies(
                 peers,
@@ -175,8 +176,13 @@ class Checkpoints:
         self._replicas = None if group is None else self._open_replicas(peers)
         if self._copies is not None:
             requests.before_end(self._end_copies)
+            requests.before_end(end_dropped)
             if group is None:
-                atexit.register(self._end_copies)
+                atexit.register(_call, WeakMethod(self._end_copies))
+                atexit.unregister(end_dropped)
+                atexit.register(end_dropped)
+        kept = self._copies, self._replicas, self._position, self._driver
+        finalize(self, _drop, *kept).atexit = False
 
     def _open_replicas(self, peers: RankGroup) -> ReplicaCheck | None:
         """Begin to compare replicas, if this rank has any and the user has not turned it off."""
@@ -227,22 +233,14 @@ class Checkpoints:
                 else:
                     self._position.loaders.append(value)
                 continue  # the position in others is counted
-            part = self._parts[name] = part_of(name, value, self._parameter_names)
+            names = partial(_parameter_names, self._parts)
+            part = self._parts[name] = part_of(name, value, names)
             if isinstance(part, OptimizerPart):
                 self._counts_optimizers = True
-                part.value.register_step_post_hook(self._stepped)
+                # Weak: the threads of copies have the optimizer, which must not keep this object.
+                part.value.register_step_post_hook(partial(_call, WeakMethod(self._stepped)))
 
-    def _parameter_names(self) -> dict[int, str]:
-        """Return the full names of all parameters by `id`."""
-        modules = {k: p for k, p in self._parts.items() if isinstance(p, ModulePart)}
-        single = len(modules) == 1
-        return {
-            identity: parameter if single else f"{name}.{parameter}"
-            for name, part in modules.items()
-            for identity, parameter in part.parameter_names()
-        }
-
-    def _stepped(self, *_: object) -> None:
+    def _stepped(self) -> None:
         self._optimizer_steps += 1
         if self._optimizer_steps == _UNUSED_STEPS and not self._is_searched:
             _log.warning(
@@ -281,6 +279,11 @@ class Checkpoints:
         with hooks.checkpoint():
             self._save()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether all ranks end their loops on request."""
+        return self._driver.stopped
+
     def wait(self) -> bool:
         """Wait for the checkpoint in progress, if any. Return whether it was committed."""
         return self._checkpointer.wait()
@@ -308,7 +311,7 @@ class Checkpoints:
         self._taken = False
         self._steps_before = self._optimizer_steps
         if self._agreement is None:
-            self._agreement = requests.drive(self)
+            self._agreement = requests.drive(self._driver)
             if self._wants_stop:
                 self.request_stop()
         saved = self._saved_position
@@ -404,7 +407,7 @@ class Checkpoints:
     def _finish(self, request: Request) -> None:
         assert self._agreement is not None, "the request is from there"
         done = not request.wants_checkpoint or self._checkpointer.wait()
-        self.stopped = self._agreement.finish(request, done)
+        self._driver.stopped = self._agreement.finish(request, done)
 
     # Saving and loading
 
@@ -425,7 +428,6 @@ class Checkpoints:
         self._checkpointer.abandon()
         self._end_replicas()
         if self._copies is not None:
-            atexit.unregister(self._end_copies)
             self._copies.abandon()
 
     def _end_copies(self) -> None:
@@ -524,6 +526,35 @@ class Checkpoints:
         peers.gather(None)  # all ranks have loaded theirs
         copies.resumed(Saved(record.generation, record.step))
         return loaded
+
+
+def _parameter_names(parts: Mapping[str, StatePart]) -> dict[int, str]:
+    """Return the full names of all parameters by `id`."""
+    modules = {name: part for name, part in parts.items() if isinstance(part, ModulePart)}
+    single = len(modules) == 1
+    return {
+        identity: parameter if single else f"{name}.{parameter}"
+        for name, part in modules.items()
+        for identity, parameter in part.parameter_names()
+    }
+
+
+def _drop(
+    copies: MemoryCopies | None,
+    replicas: ReplicaCheck | None,
+    position: DataPosition,
+    driver: requests.RequestDriver,
+) -> None:
+    """End the threads of a `Checkpoints` that the script has dropped; in any thread."""
+    if replicas is not None:
+        replicas.end()
+    if copies is not None:
+        copies.drop(is_complete=position.epoch >= 0 and not driver.stopped)
+
+
+def _call(reference: WeakMethod[Callable[[], object]], *_: object) -> None:
+    if (method := reference()) is not None:
+        method()
 
 
 def _is_over(saved: dict[str, Any]) -> bool:

@@ -236,9 +236,13 @@ class ReplicaCheck:
             every *= 2
         self.every = every
 
-    def close(self) -> None:
-        """End the thread; it does not wait for other ranks."""
+    def end(self) -> None:
+        """Have the thread end; it does not wait for other ranks."""
         self._queue.put(None)
+
+    def close(self) -> None:
+        """End the thread."""
+        self.end()
         self._thread.join(5.0)
 
     # In the thread

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,6 +244,22 @@ def test_memory_is_freed_once_copies_are_off(tmp_path: Path) -> None:
     script.train(9, turn_off)
     until(lambda: mapped_files(tmp_path) == set())
     assert not list(tmp_path.glob("memory/*/*"))
+
+
+def test_a_training_that_the_script_drops_is_freed(tmp_path: Path, root: Path) -> None:
+    def train(name: str, steps: int) -> tuple[weakref.ref[nn.Module], Any]:
+        script = CopiedScript(tmp_path / name).train(steps)
+        return weakref.ref(script.model), script.resumed
+
+    model, _ = train("first", 9)
+    until(lambda: gc.collect() >= 0 and model() is None)
+    until(lambda: mapped_files(tmp_path) == set())
+    model, resumed = train("first", 17)
+    assert resumed == ("memory", 8), "after an error the script may train again"
+    until(lambda: gc.collect() >= 0 and model() is None)
+    train("second", 3)
+    runs = [(tmp_path / name / RUN).read_text() for name in ("first", "second")]
+    assert [(root / run).exists() for run in runs] == [False, True]
 
 
 def test_memory_that_is_locked_for_a_gpu_is_unlocked_before_it_is_freed(

@@ -71,6 +71,8 @@ LONGEST_PAUSE_SECONDS = 300.0  # after failed transfers
 _CLOSE_SECONDS = 2.0
 _NOTHING_LIVE: LiveTensors = {}  # if nothing is deferred
 _awaited: list[CopySlot] = []  # whose memory is not freed, because a GPU that hangs may write to it
+# Trainings of which the script has dropped the state: directory and generation of their copies.
+_dropped: list[tuple[CopyDirectory, int]] = []
 
 
 class _RankNode(NamedTuple):
@@ -173,6 +175,7 @@ def _prepare(run: str) -> tuple[MemorySettings | None, CopyDirectory | None, _Ra
         if settings.root is None:
             return settings, None, _RankNode(nowhere, 0, "", secret)
         directory = CopyDirectory(settings.root, run)
+        _remove_dropped(run)
         # The files of earlier generations are deleted before there are new ones.
         free_bytes = available_bytes(settings.root) + directory.used_bytes()
         most_bytes = settings.limit_bytes or int(SHARE_OF_FREE_MEMORY * free_bytes)
@@ -205,6 +208,7 @@ class MemoryCopies:
         self._is_left = False  # by the training thread, because copies are off
         self._is_on_host = True  # at the end: no GPU copies any more
         self._directory = directory
+        self._pid = os.getpid()  # a forked process has the files, but they are not its own
         self._peers = peers
         self._rank, self._size = peers.group.rank, peers.group.size
         self._generation = generation
@@ -547,20 +551,23 @@ class MemoryCopies:
 
     def close(self, *, remove: bool) -> None:
         """End the threads. `remove`: the training is complete, so that copies are of no use."""
-        if self._closed.is_set():
+        if self._closed.is_set() or os.getpid() != self._pid:
             return
         self.is_off = True
         self._is_on_host = self._updates.close(_CLOSE_SECONDS)
+        self._end_threads()
+        self._worker.join(_CLOSE_SECONDS)
+        if remove:
+            self._directory.remove(self._generation)
+
+    def _end_threads(self) -> None:
         self._closed.set()
         self._tasks.put(lambda: None)  # it need not wait for its next poll
-        self._worker.join(_CLOSE_SECONDS)
         self._outgoing.put(None)
         if self._server is not None:
             self._server.close()
         if self._connection is not None:
             self._connection.close()
-        if remove:
-            self._directory.remove(self._generation)
 
     def abandon(self) -> None:
         """Close and keep the copies; delete the incomplete files of this process."""
@@ -569,8 +576,41 @@ class MemoryCopies:
 
     def close_at_end(self, *, is_complete: bool) -> None:
         """Close. Keep the copies if the training is not complete, or an error ends it."""
-        failed = sys.exc_info()[1] is not None or hasattr(sys, "last_value")
-        self.close(remove=is_complete and not failed)
+        self.close(remove=is_complete and not _has_failed())
+
+    def drop(self, *, is_complete: bool) -> None:
+        """Close without a wait, because the script has dropped its state; in any thread.
+
+        The copies are kept for a while: the script may train again after an error.
+        """
+        if self._closed.is_set() or os.getpid() != self._pid:
+            return
+        self.is_off = True
+        self._is_on_host = self._updates.drop()
+        self._end_threads()
+        self._directory.delete_parts(self._generation, os.getpid())
+        if is_complete:
+            _dropped.append((self._directory, self._generation))
+
+
+def _remove_dropped(run: str = "") -> None:
+    """Delete the copies of trainings that the script has dropped, but of this run."""
+    for each in list(_dropped):
+        directory, generation = each
+        if directory.run != run:
+            _dropped.remove(each)
+            directory.remove(generation)
+
+
+def end_dropped() -> None:
+    """Delete the copies of all trainings that the script has dropped, unless it failed."""
+    if not _has_failed():
+        _remove_dropped()
+
+
+def _has_failed() -> bool:
+    """Return whether an error ends the process."""
+    return sys.exc_info()[1] is not None or hasattr(sys, "last_value")
 
 
 def _answer_of(connection: PeerConnection) -> Reply:

@@ -107,7 +107,11 @@ class Updates:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        last, self._last, self._live = self._last, None, None
+        return self.drop(seconds)
+
+    def drop(self, seconds: float = 0.0) -> bool:
+        """End in any thread: the hooks stay, and do nothing. Return what `close` does."""
+        last, self._pending, self._last, self._live = self._last, None, None, None
         return last is None or last.is_on_host(seconds)
 
 
