@@ -459,6 +459,8 @@ class Checkpoints:
             self.resumed_from = "disk"
             stored = StoredState(self._checkpointer, found)
             self._saved_position = stored.tree(_POSITION)
+        elif self._copies is not None:
+            self._copies.resumed(None)
 
     def _search_copies(self) -> None:
         copies, peers = self._copies, self._checkpointer.peers
@@ -467,9 +469,7 @@ class Checkpoints:
         disk = peers.from_first(disk)
         found = copies.find(disk, lambda copy: MemoryState(copy).unfit(self._whole()))
         copies.disk = disk[0] if disk else None
-        if found is None:
-            copies.resumed(None)
-        else:
+        if found is not None:
             choice, self._found_copy = found
             self.resumed_from = "peer" if copies.is_from_peer(choice) else "memory"
 
@@ -505,6 +505,8 @@ class Checkpoints:
             world_size = found.world_size
             self.step = self.resumed_step = found.step
             self._checkpointer.resumed(found)
+            if self._copies is not None:
+                self._copies.resumed(None)  # not before: the script may not fit either
             hooks.checkpoint_saved(found.step)
             if peers.rank == 0:
                 _log.info("Resumed at step %d from %s.", found.step, found.path)

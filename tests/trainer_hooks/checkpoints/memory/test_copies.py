@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
+from paceline.checkpoints.errors import OtherRunError
 from paceline.checkpoints.layout import RUN, saved_checkpoints
 from paceline.checkpoints.memory import slots
 from paceline.checkpoints.memory.captures import Captures
@@ -192,6 +193,13 @@ def test_copies_of_another_model_are_not_loaded(
         pass
     assert script.resumed == (None, None)
     assert "model.weight is float32 [2, 3] there and float32 [2, 4] here" in caplog.text
+
+
+def test_copies_outlive_a_script_that_fits_neither_them_nor_the_disk(tmp_path: Path) -> None:
+    CopiedScript(tmp_path / "saved", every=4).train(7).interrupt()
+    with pytest.raises(OtherRunError):
+        CopiedScript(tmp_path / "saved", model=nn.Linear(4, 2)).train(1)
+    assert CopiedScript(tmp_path / "saved").train(3).resumed == ("memory", 7)
 
 
 def test_without_memory_training_continues_and_it_is_reported(
