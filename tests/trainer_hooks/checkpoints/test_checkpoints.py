@@ -543,6 +543,7 @@ if "loop" in sys.argv:
     list(paceline.steps(range(4), state=state))
 else:
     state.save()
+del state
 def fail():
     raise OSError
 
