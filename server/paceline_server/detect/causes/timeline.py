@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline_server.detect.telemetry import Floats, MetricSeries, without_dips
 
 MAD_TO_SIGMA = 1.4826  # for a normal distribution
+# A spell is over after this many normal values, and this long; fewer may be noise.
+_LEAST_NORMAL = 2
+_LEAST_NORMAL_NS = 3e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,28 @@ class MetricTimeline:
     def change(self, halfway: float, *, rises: bool) -> tuple[float, float] | None:
         """Return the (start, end) in which the value crossed `halfway` and mostly stayed beyond.
 
-        This is the point after which deviating values outweigh normal ones the most.
+        This is the point after which deviating values outweigh normal ones the most. If it was
+        normal again for a while since then, the newest of its spells counts.
         """
         deviates = self.values > halfway if rises else self.values < halfway
         gains = np.cumsum(np.where(deviates, self.weights, -self.weights)[::-1])[::-1]
         if not deviates.any():
             return None
-        first = int(np.argmax(gains))
+        first = self._newest_spell(deviates, gains, int(np.argmax(gains)))
         return float(self.starts[first]), float(self.ends[first])
+
+    def _newest_spell(self, deviates: npt.NDArray[np.bool_], gains: Floats, first: int) -> int:
+        """Return where the newest spell begins that lasts until the end; `first`: the oldest."""
+        normal = 0  # values since the last deviating one
+        for place in range(first, deviates.size):
+            if not deviates[place]:
+                normal += 1
+                continue
+            lasted_ns = self.starts[place] - self.starts[place - normal]
+            if normal >= _LEAST_NORMAL and lasted_ns >= _LEAST_NORMAL_NS and gains[place] > 0:
+                first = place
+            normal = 0
+        return first
 
 
 def levels(series: MetricSeries) -> MetricTimeline:

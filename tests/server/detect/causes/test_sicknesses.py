@@ -7,8 +7,17 @@ import zlib
 from collections import Counter
 
 import pytest
-from measured_fleet import Fleet, since_onset
-from sicknesses import DISTRACTORS, SICKNESSES, Sickness, small_drop, thermal
+from measured_fleet import Fault, Fleet, since_onset
+from sicknesses import (
+    DISTRACTORS,
+    GPU,
+    NODE,
+    REASON,
+    SICKNESSES,
+    Sickness,
+    small_drop,
+    thermal,
+)
 
 from paceline_server.detect.causes.catalog import CAUSES, UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis
@@ -78,6 +87,23 @@ def test_a_lower_clock_explains_a_slowdown_of_the_same_ratio():
     assert found.cause == "thermal throttle"
     assert found.causes[0].likelihood > 0.95
     assert any("explains 2.4" in line.text for line in found.evidence)
+
+
+@pytest.mark.parametrize("spells", [[(-16, -5)], [(-30, -20), (-15, -5)]], ids=len)
+def test_a_throttle_that_comes_and_goes_began_with_its_newest_spell(spells):
+    def recurs(sick: float) -> Fault:
+        return lambda after, usual: (
+            sick if after >= 0 or any(a <= after < b for a, b in spells) else usual
+        )
+
+    fleet = Fleet(seed=4)
+    fleet.fault(NODE, "DCGM_FI_DEV_SM_CLOCK", GPU, recurs(1345.0))
+    fleet.fault(NODE, "DCGM_FI_DEV_GPU_TEMP", GPU, recurs(92.0))
+    fleet.fault(NODE, REASON, f"{GPU}/hw_thermal_slowdown", recurs(1.0))
+    fleet.play(fleet.onset_seconds + 8)
+    found = fleet.diagnose(slowdown=1.46)
+    assert found.cause == "thermal throttle"
+    assert not [line.text for line in found.evidence if "before the slowdown" in line.text]
 
 
 def test_a_slightly_lower_clock_does_not_explain_a_large_slowdown():
