@@ -111,9 +111,10 @@ class SlowSinceFirst:
             return None
         relative, absolute = self._first
         changed = column_medians(np.array(self._levels)) - absolute
-        own = slice(*self._stage_of(rank))
-        of_others = np.delete(changed[own], rank - own.start)
-        if changed[rank] < size / 2.0 or not np.nanmedian(of_others) > -size / 2.0:
+        first, end = self._stage_of(rank)
+        others = np.delete(changed[first:end], rank - first)
+        of_others = column_medians(others[:, np.newaxis])[0]
+        if not (changed[rank] >= size / 2.0 and of_others > -size / 2.0):
             return None
         risen = np.array(self._relative)[:, rank] - relative[rank]
         return steps_since_jump(risen, size) or self.steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import socket
 import subprocess
@@ -100,6 +101,25 @@ def test_a_copy_is_held_and_given_back(tmp_path: Path, holder: Holder) -> None:
         content = bytearray(TOTAL_BYTES - BLOCK_BYTES)
         connection.receive_content(memoryview(content))
     assert bytes(content) == bytes(hashed_part(slot.content, TOTAL_BYTES))
+
+
+def test_copies_are_taken_again_after_file_descriptors_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failed = socket.socket.accept, threading.Event()
+
+    def accept_after_an_error(listener: socket.socket) -> object:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_after_an_error)
+    holder = Holder(tmp_path / "holder")
+    with closing(holder.connect()) as connection:
+        assert send(connection, copy_of(tmp_path, 7)) is None
+    assert failed.is_set()
+    holder.server.close()
 
 
 def test_the_newest_two_copies_are_held_in_two_files(tmp_path: Path, holder: Holder) -> None:

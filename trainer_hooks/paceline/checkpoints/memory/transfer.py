@@ -36,6 +36,7 @@ BURST_BYTES = 4 * CHUNK_BYTES
 MOST_CONNECTIONS = 32
 _MOST_MESSAGE_BYTES = 64 * 1024
 _NONCE_BYTES = 32
+_PAUSE_SECONDS = 0.5  # after a connection could not be accepted
 _LENGTH = struct.Struct("<I")
 # "Lower effort" (RFC 8622): routers that know it forward everything else first.
 _LOWER_EFFORT = 1 << 2
@@ -202,10 +203,12 @@ class CopyServer:
         self._tls = None if tls is None else _tls_context(tls, ssl.PROTOCOL_TLS_SERVER)
         self._serve = serve
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._closed = threading.Event()
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="paceline-copies", daemon=True).start()
 
     def close(self) -> None:
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept` in the thread
         self._listener.close()
@@ -214,8 +217,10 @@ class CopyServer:
         while True:
             try:
                 connected, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or out of file descriptors for a while
+                if self._closed.wait(_PAUSE_SECONDS):
+                    return
+                continue
             if not self._free.acquire(blocking=False):
                 connected.close()
                 continue
