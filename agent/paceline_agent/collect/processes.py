@@ -130,7 +130,7 @@ def session_of(procfs_root: Path, pid: int) -> int | None:
 
 
 def process_key(procfs_root: Path, pid: int) -> ProcessKey | None:
-    """Return the process that has this pid now; None if there is none."""
+    """Return the current process with this pid; None without one."""
     try:
         return ProcessKey(pid, int(_fields(procfs_root, pid)[19]))
     except (OSError, ValueError, IndexError):

@@ -21,7 +21,7 @@ Each has a finding, but they share a verdict that names all of them and what the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -209,10 +209,16 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             if blocks.is_at_end:
                 for active in self._risen("recurs", blocks.levels, blocks.steps):
                     new[active.unit.fingerprint] = active
+        return self._report_certain(new.values(), observation)
+
+    def _report_certain(
+        self, rises: Iterable[ReportedStraggler], observation: Observation
+    ) -> list[Finding]:
+        """Report the rises that have lasted long enough; `follow` adds the others later."""
         now_ns = self._recent.newest.ended_ns
         return [
             self.report(active, observation)
-            for active in new.values()
+            for active in rises
             if active.lasts(now_ns) and self.is_certain(active, now_ns, observation)
         ]
 
@@ -347,33 +353,24 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         for rank, size in first.found(rows, self._levels, accident):
             steps = first.steps_since_rise(rank, size)
             if steps is not None:
-                findings += self._report_if_certain(rank, size, steps, observation)
+                hidden = self._assume(self._units.name(rank, {rank}), steps, size)
+                findings += self._report_certain([hidden], observation)
             else:
                 first.known[rank] = self._report_since_first(rank, size, observation)
                 findings.append(first.known[rank])
         return findings
 
-    def _report_if_certain(
-        self, rank: int, size: float, steps: int, observation: Observation
-    ) -> list[Finding]:
-        """Return the finding on a rank whose rise noise has hidden; `follow` adds it later if it is
-        not certain yet."""
-        unit = self._units.name(rank, {rank})
+    def _assume(self, unit: SlowUnit, steps: int, size: float) -> ReportedStraggler:
+        """Begin a rise of a known size, which the levels did not show."""
         rise = self._levels.assume(unit.ranks, steps, size)
-        active = self._activate(unit, "steady", self._levels, rise, steps)
-        now_ns = self._recent.newest.ended_ns
-        is_certain = active.lasts(now_ns) and self.is_certain(active, now_ns, observation)
-        return [self.report(active, observation)] if is_certain else []
+        return self._activate(unit, "steady", self._levels, rise, steps)
 
     def _report_since_first(self, rank: int, size: float, observation: Observation) -> Finding:
         unit, first = self._units.name(rank, {rank}), self._since_first
         if size >= math.log(self.settings.chronic_fault_slowdown) and (
             first.is_outlier or self._is_explained(unit, size, observation)
         ):
-            steps = self._levels.pushed
-            rise = self._levels.assume(unit.ranks, steps, size)
-            active = self._activate(unit, "steady", self._levels, rise, steps)
-            return self.report(active, observation)
+            return self.report(self._assume(unit, self._levels.pushed, size), observation)
         return first.advice(
             self._blank(unit, None),
             rank,
