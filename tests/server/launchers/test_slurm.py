@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,14 @@ def check_of(slurm: SlurmCluster, job: str, *exclude: str, training: bool = True
     )
 
 
+def proceed(launcher: SlurmLauncher, restart: LaunchRequest) -> bool:
+    """Do what the restart needs next. Return whether it is done."""
+    seen = launcher.observe(restart)
+    if seen.state != "done":
+        launcher.begin(restart, seen)
+    return seen.state == "done"
+
+
 class TestRefusals:
     """Checks before anything is stopped."""
 
@@ -140,14 +149,7 @@ class TestRefusals:
         slurm.control("requeue", job)
         wait_for(lambda: slurm.job(job)["Restarts"] == "1")
         launcher = SlurmLauncher()
-
-        def is_done() -> bool:
-            seen = launcher.observe(restart)
-            if seen.state != "done":
-                launcher.begin(restart, seen)
-            return seen.state == "done"
-
-        wait_for(is_done, "the job, without the wait for BeginTime")
+        wait_for(partial(proceed, launcher, restart), "the job, without the wait for BeginTime")
         assert slurm.job(job)["Restarts"] == "1"
         assert launcher.observe(check).state == "refused"
 
@@ -164,15 +166,8 @@ class TestRefusals:
         launch = Launch(launcher="slurm", job=array, restarts=0, nodes=nodes)
         request = LaunchRequest(action_id="act-1", kind="restart", launch=launch, reason="Hung.")
         launcher = SlurmLauncher()
-
-        def is_done() -> bool:
-            seen = launcher.observe(request)
-            if seen.state != "done":
-                launcher.begin(request, seen)
-            return seen.state == "done"
-
         assert not launcher.observe(request).has_effect
-        wait_for(is_done, "the task")
+        wait_for(partial(proceed, launcher, request), "the task")
         assert launcher.observe(request).has_effect
         assert [slurm.job(task)["Restarts"] for task in (last, other)] == ["1", "0"]
         assert slurm.job(other)["JobState"] == "RUNNING"
