@@ -214,5 +214,7 @@ def test_the_first_of_several_optimizers_leads_until_others_are_set_up() -> None
     leading = LeadingOptimizer()
     first, second = Optimizer(0), Optimizer(0)
     assert [leading.is_it(each) for each in (first, second, first)] == [True, False, True]
+    assert [leading.may_be(each) for each in (first, second)] == [True, False]
     leading.reset()
+    assert leading.may_be(first)
     assert leading.is_it(second)

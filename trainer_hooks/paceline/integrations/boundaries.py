@@ -258,7 +258,10 @@ def open_timed(timed: Callable[..., Timed | None], *args: Any) -> Timed:
 
 
 class LeadingOptimizer:
-    """The optimizer whose steps are counted, where a script has several: the first that steps."""
+    """The optimizer whose steps are counted, where a script has several: the first that steps.
+
+    An engine that contains its optimizer counts as one.
+    """
 
     def __init__(self) -> None:
         self._optimizer: Callable[[], Any] = lambda: None
@@ -267,8 +270,12 @@ class LeadingOptimizer:
         """Choose again: other optimizers were set up."""
         self._optimizer = lambda: None
 
+    def may_be(self, optimizer: Any) -> bool:
+        """Return whether this optimizer's steps are counted, or those of none so far."""
+        return self._optimizer() in (None, optimizer)
+
     def is_it(self, optimizer: Any) -> bool:
-        """Return whether this optimizer's steps are counted."""
+        """Return whether the steps of this optimizer, which has stepped, are counted."""
         if self._optimizer() is None:
             self._optimizer = weakref.ref(optimizer)
         return self._optimizer() is optimizer

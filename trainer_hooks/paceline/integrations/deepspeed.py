@@ -3,7 +3,8 @@
     import paceline.integrations.deepspeed
 
 before `deepspeed.initialize`, or `PACELINE=1` without a line. A step is one step of the optimizer,
-with all batches of its gradient accumulation; its number is `engine.global_steps`.
+with all batches of its gradient accumulation; its number is `engine.global_steps`. Of several
+engines that train (PPO, GAN), the first that steps is counted.
 """
 
 from __future__ import annotations
@@ -14,14 +15,27 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from paceline.hooks import checkpoint_saved, optimizer
-from paceline.integrations.boundaries import Between, StepBoundaries, follow, save_or_load, surround
+from paceline.integrations.boundaries import (
+    Between,
+    LeadingOptimizer,
+    StepBoundaries,
+    follow,
+    save_or_load,
+    surround,
+)
 from paceline.writer.interface import Timed
 
 _boundaries = StepBoundaries()
+_leading = LeadingOptimizer()
 
 
 def _begin(engine: Any) -> None:
-    if _boundaries.claim() and _boundaries.step != engine.global_steps:
+    if _boundaries.claim() and _leading.may_be(engine):
+        _count(engine)
+
+
+def _count(engine: Any) -> None:
+    if _boundaries.step != engine.global_steps:
         _boundaries.complete()  # a checkpoint was loaded, or `step` was
         _boundaries.begin(engine.global_steps)
 
@@ -41,8 +55,8 @@ def _backward(engine: Any, *_: Any) -> Timed | None:
 
 
 def _stepped(engine: Any, *_: Any) -> None:
-    if _boundaries.are_marked and not _is_pipeline(engine):
-        _begin(engine)
+    if _boundaries.are_marked and not _is_pipeline(engine) and _leading.is_it(engine):
+        _count(engine)
 
 
 def _is_pipeline(engine: Any) -> bool:
@@ -63,6 +77,7 @@ def attach(_: object) -> None:
     """Do nothing: importing this module is enough."""
 
 
+follow(DeepSpeedEngine, "__init__", _leading.reset)
 surround(DeepSpeedEngine, "forward", _forward)
 surround(DeepSpeedEngine, "backward", _backward)
 surround(DeepSpeedEngine, "_take_model_step", _optimizer)
