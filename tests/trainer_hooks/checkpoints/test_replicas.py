@@ -148,6 +148,24 @@ def test_ranks_of_which_groups_differ_are_no_replicas() -> None:
         one.close()
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+def test_two_ranks_of_which_all_pieces_differ_train_alone(damaged: bool) -> None:
+    models = [nn.Linear(4, 16) for _ in range(2)]  # four pieces each
+    models[1].load_state_dict(models[0].state_dict())
+    started = checks(models, overhead=1e9)
+    for step in range(1, 40):
+        for one in started:
+            one.step_ended(step)
+        if not damaged and step >= 7:  # averaged at each third step
+            models[1].weight.data.add_(1.0 if step % 3 else -2.0)
+        elif damaged and step == 7:
+            models[1].weight.data[0, 0] += 1.0
+    assert wait_until(lambda: started[0]._off == {0})
+    assert started[0].mismatches.qsize() == damaged
+    for one in started:
+        one.close()
+
+
 def test_a_rank_compares_each_of_its_sets_with_the_same_set_of_others() -> None:
     store: Any = SharedStore()
     model = same(1)[0]

@@ -8,7 +8,8 @@ of torch.distributed: no collective, no wait in the loop.
 Replicas are the ranks of a `DistributedDataParallel`, and for a DTensor the ranks of its mesh that
 differ only in dimensions in which it is replicated. Shards are compared with the same shard only.
 Buffers and other tensors may differ between ranks, and are not compared. A flipped bit is in one of
-them: if groups of them differ, each trains alone for a while (local SGD).
+them: if groups of them differ, each trains alone for a while (local SGD). Of two ranks, one is
+damaged if only one piece differs: gradients that both share change the others alike.
 
 K is the smallest power of two, from `LEAST_EVERY` on, with which the checksum takes at most
 `OVERHEAD` of the step time. Ranks may have different ones: a step counts for those that checked it.
@@ -48,6 +49,7 @@ WAIT_SECONDS = 60.0  # for the checksums of the other replicas
 _SLOTS = 64  # steps that are kept in the store
 _POLL_SECONDS = 0.2
 _WARMUP_CHECKS = 2  # whose times are not measured: they allocate
+_PIECES_ALIKE = 2  # checks in a row of other pieces that agree, before one of two ranks is damaged
 
 
 class Mismatch(msgspec.Struct, frozen=True):
@@ -160,6 +162,15 @@ class _Taken(NamedTuple):
     mark: DeviceMark | None
 
 
+class _Suspicion:
+    """A difference of two ranks that is not reported yet; how many other pieces agreed since."""
+
+    def __init__(self, piece: int, mismatch: Mismatch) -> None:
+        self.piece = piece
+        self.mismatch = mismatch
+        self.pieces_alike = 0
+
+
 class ReplicaCheck:
     """Compares the replicas of this rank's parameters."""
 
@@ -187,6 +198,7 @@ class ReplicaCheck:
         self._queue: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
         self._off: set[int] = set()  # sets with a mismatch, or that are no replicas
         self._agreed: dict[tuple[int, int], int] = {}  # by set and piece: step
+        self._suspicions: dict[int, _Suspicion] = {}  # by number of the set
         self._last: tuple[int, float] | None = None  # step and time of the last check
         self._step_seconds = math.inf
         self._checks = 0
@@ -297,21 +309,43 @@ class ReplicaCheck:
 
     def _judge(self, taken: _Taken, found: dict[int, str]) -> None:
         counts = Counter(found.values())
-        key = taken.number, taken.piece
+        suspicion = self._suspicions.get(taken.number)
         if len(counts) == 1:
-            self._agreed[key] = taken.step
+            self._agreed[taken.number, taken.piece] = taken.step
+            if suspicion is not None and suspicion.piece == taken.piece:
+                del self._suspicions[taken.number]
+            elif suspicion is not None:
+                suspicion.pieces_alike += 1
+                if suspicion.pieces_alike == _PIECES_ALIKE:
+                    self._report(taken.number, suspicion.mismatch)
             return
-        self._off.add(taken.number)
         if not any(number == taken.number for number, _ in self._agreed):
-            _log.info("Ranks %s never had the same parameters: not compared.", sorted(found))
+            self._stop(taken.number, f"Ranks {sorted(found)} never had the same parameters")
             return
         (value, count), *_ = counts.most_common(1)
         has_majority = len(found) > 2 and 2 * count > len(found)
-        if len(found) > 2 and not has_majority:
-            _log.info("Parameters differ between groups of ranks, as with local SGD: not compared.")
+        groups_differ = len(found) > 2 and not has_majority
+        if groups_differ or (suspicion is not None and suspicion.piece != taken.piece):
+            self._stop(taken.number, "Parameters differ between ranks, as with local SGD")
             return
         outliers = [rank for rank, own in found.items() if own != value] if has_majority else []
-        one = self._sets[taken.number].pieces[taken.piece]
-        mismatch = Mismatch(taken.step, self._agreed.get(key), one.name, sorted(found), outliers)
+        pieces = self._sets[taken.number].pieces
+        agreed_step = self._agreed.get((taken.number, taken.piece))
+        mismatch = Mismatch(
+            taken.step, agreed_step, pieces[taken.piece].name, sorted(found), outliers
+        )
+        if has_majority or len(pieces) == 1:
+            self._report(taken.number, mismatch)
+        elif suspicion is None:
+            self._suspicions[taken.number] = _Suspicion(taken.piece, mismatch)
+        else:
+            suspicion.pieces_alike = 0
+
+    def _report(self, number: int, mismatch: Mismatch) -> None:
+        self._off.add(number)
         _log.error("Replicas differ: %s", mismatch)
         self.mismatches.put(mismatch)
+
+    def _stop(self, number: int, why: str) -> None:
+        self._off.add(number)
+        _log.info("%s: not compared.", why)
