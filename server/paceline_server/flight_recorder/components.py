@@ -5,7 +5,7 @@ Tarjan, "Depth-first search and linear graph algorithms" (1972), without recursi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 
 def final_components(edges: Mapping[int, Sequence[int]]) -> list[frozenset[int]]:
@@ -36,9 +36,7 @@ def final_components(edges: Mapping[int, Sequence[int]]) -> list[frozenset[int]]
                 if path:
                     low[path[-1][0]] = min(low[path[-1][0]], low[node])
                 if low[node] == index[node]:
-                    cut = open_nodes.index(node)
-                    members = frozenset(open_nodes[cut:])
-                    del open_nodes[cut:]
+                    members = frozenset(_pop_until(open_nodes, node))
                     component_of.update(dict.fromkeys(members, len(components)))
                     components.append(members)
     return [
@@ -46,3 +44,9 @@ def final_components(edges: Mapping[int, Sequence[int]]) -> list[frozenset[int]]
         for number, members in enumerate(components)
         if all(component_of[s] == number for node in members for s in edges.get(node, ()))
     ]
+
+
+def _pop_until(nodes: list[int], last: int) -> Iterator[int]:
+    while (node := nodes.pop()) != last:
+        yield node
+    yield last
