@@ -155,7 +155,7 @@ def remedy_for_failed_start(draft: Draft, why: str, blamed: str | None) -> Remed
 
 def current_reason(draft: Draft, finding: Finding) -> str:
     """Return the finding's summary; for slowness, with the step that its figures are from."""
-    step = draft.view.highest_step
+    step = draft.view.current_step
     if not kind_of(finding.kind).is_slow_fault or step is None:
         return finding.summary
     return f"{finding.summary} (Figures of step {step}.)"
@@ -216,8 +216,8 @@ def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:
 
 def _persists(draft: Draft, finding: Finding) -> bool:
     since = finding.onset_step if finding.onset_step is not None else finding.step
-    highest = draft.view.highest_step
-    return since is not None and highest is not None and highest - since >= PERSISTENT_STEPS
+    newest = draft.view.current_step
+    return since is not None and newest is not None and newest - since >= PERSISTENT_STEPS
 
 
 def _share_kept(draft: Draft, without: str) -> float | None:

@@ -208,7 +208,7 @@ class Restarted(msgspec.Struct, frozen=True):
 
     generation: int  # the generation that it started
     at_ns: int
-    highest_step: int | None  # highest step of the generation that ended
+    highest_step: int | None  # highest step of the job until then
     node: str | None = None  # the node to blame
 
 

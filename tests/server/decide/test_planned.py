@@ -159,3 +159,41 @@ def test_a_crashed_job_that_cannot_save_waits_for_a_person_by_default(world: Wor
     assert world.generation == 1
     world.people(proposal(world), "approved")
     world.until_running(2)
+
+
+def in_repeated_steps(world: World) -> int:
+    """Let a crash cost a hundred steps, and train a few of them again; return the newest one."""
+    world.checkpoint_every = 200
+    world.until(lambda: world.highest_step == 300, 200.0)
+    world.crash(3)
+    world.until_running(2)
+    world.run(5.0)
+    newest = world.ranks[0].step
+    assert newest is not None
+    assert newest < 220
+    return newest
+
+
+def test_ranks_that_repeat_steps_save_at_once(world: World) -> None:
+    newest = in_repeated_steps(world)
+    world.tick((world.finding(),))
+    restart = world.one_action("restart", "running")
+    assert restart.reason.startswith(f"Checkpoint at step {newest + 3} and restart")
+    world.until_running(3)
+    assert world.actions[restart.action_id].resumed_step == newest + 3
+
+
+def test_a_passing_slowdown_of_repeated_steps_has_to_persist(world: World) -> None:
+    newest = in_repeated_steps(world)
+    found = world.finding(cause="CPU contention", onset_step=newest, severity="warning")
+    world.run(9.0, (found,))
+    assert len(world.restart_actions()) == 1
+    world.until_running(3)
+
+
+def test_a_crash_in_repeated_steps_loses_only_those_since_the_checkpoint(world: World) -> None:
+    newest = in_repeated_steps(world)
+    world.crash(3)
+    world.until_running(3)
+    _, later = world.restart_actions()
+    assert (later.resumed_step, later.lost_steps) == (200, newest + 1 - 200)

@@ -47,7 +47,7 @@ def begin_restart(draft: Draft, action: ActionView) -> None:
     """Run a proposed or approved restart."""
     progress = progress_of(action)
     planned = progress.planned and is_progressing(draft)
-    progress = replace(progress, planned=planned, highest_step=draft.view.highest_step)
+    progress = replace(progress, planned=planned, highest_step=draft.view.current_step)
     action = draft.put_action(replace(action, state="running"))
     if planned and progress.waits:
         enter_wait(draft, action, progress)

@@ -28,13 +28,13 @@ _CANCEL_SECONDS = 15.0  # for the ranks to confirm that they no longer follow th
 
 
 def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress) -> None:
-    highest = draft.view.highest_step
-    assert highest is not None, "a planned restart needs steps"
+    newest = draft.view.current_step
+    assert newest is not None, "a planned restart needs steps"
     step_seconds = draft.view.step_seconds or 1.0
     # One second for the command to reach every rank, but at least two steps: one rank receives it
     # at a step boundary, the others at the next reduction.
     ahead = max(2, math.ceil(1.0 / max(step_seconds, 1e-3)) + 1)
-    target = highest + ahead
+    target = newest + ahead
     commands = control_ranks(draft, action, "checkpoint_and_stop", target)
     progress = replace(progress, target_step=target, checkpoint_commands=commands)
     action = replace(action, reason=restart_reason(progress, action.exclude_nodes))

@@ -51,7 +51,7 @@ def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, det
     """Begin the phase; `detail`: a sentence about how the phase before ended."""
     view, launch = draft.view, draft.view.launch
     assert launch is not None, "only a job that a launcher owns has this phase"
-    progress = replace(progress, known_step=view.checkpoint_step, highest_step=view.highest_step)
+    progress = replace(progress, known_step=view.checkpoint_step, highest_step=view.current_step)
     action = replace(action, exclude_nodes=sorted(excluded_nodes(draft, action)))
     quarantine_excluded(draft, action)
     detail = f"{detail} {launch.launcher.capitalize()} restarts job {launch.job}.".strip()
@@ -62,9 +62,9 @@ def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, det
 def advance_launch(draft: Draft, action: ActionView) -> None:
     """Continue with `observe` once the launcher runs the job again and all ranks were found."""
     progress = progress_of(action)
-    if draft.generation == action.generation and progress.highest_step != draft.view.highest_step:
+    if draft.generation == action.generation and progress.highest_step != draft.view.current_step:
         # The ranks train on until the launcher ends them.
-        progress = replace(progress, highest_step=draft.view.highest_step)
+        progress = replace(progress, highest_step=draft.view.current_step)
         action = set_progress(draft, action, progress)
     result = launch_result(draft, action, "restart")
     if can_be_withdrawn(action, result) and _trains_again(draft, action):

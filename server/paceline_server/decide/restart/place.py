@@ -75,7 +75,7 @@ def advance_place(draft: Draft, action: ActionView) -> None:
         highest_step=draft.view.highest_step,
         node=progress.node,
     )
-    progress = replace(progress, highest_step=draft.view.highest_step)
+    progress = replace(progress, highest_step=draft.view.current_step)
     draft.experience = remember(draft, action.action_id, progress)
     start_generation(draft, action, progress, layout)
 

@@ -89,7 +89,7 @@ def _stop(draft: Draft, action: ActionView, progress: ActionProgress) -> None:
             why = "It no longer needs a restart." if remedy is None else remedy.why
             draft.end_action(action, "superseded", error=why)
             return
-    progress = replace(progress, highest_step=draft.view.highest_step)
+    progress = replace(progress, highest_step=draft.view.current_step)
     draft.change_state("recovering", action.reason)
     for incident in draft.incidents():
         if incident.finding.severity != "info" and not is_fatal(incident.finding):
