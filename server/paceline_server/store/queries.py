@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Select, and_, func, or_, select
+from sqlalchemy import ColumnElement, Select, Text, and_, func, not_, or_, select, type_coerce
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from paceline_server.decide.types import FailureHistory
+from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.kinds import FAILURE, HANG
 from paceline_server.store.log import FINISHED
 from paceline_server.store.models import (
@@ -73,11 +74,14 @@ def failure_history(session: Session, since_ns: int) -> FailureHistory:
         max(0, ended - max(started, since_ns)) * count
         for started, ended, count in session.execute(query)
     )
+    # A person who ends ranks is no failure, but a hang that a person ended is one.
+    was_requested = type_coerce(incident.view, Text).contains(f'"cause":"{STOPPED_ON_REQUEST}"')
     failures = session.scalar(
         select(func.count())
         .select_from(incident)
         .where(incident.kind.in_((FAILURE.name, HANG.name)), incident.severity == "critical")
         .where(incident.opened_ns > since_ns)
+        .where(not_(and_(incident.kind == FAILURE.name, was_requested)))
     )
     return FailureHistory(failures or 0, node_ns / 1e9)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from paceline_server.decide.types import FailureHistory, IncidentView
+from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.finding import Finding
 from paceline_server.store.database import Database
 from paceline_server.store.models import IncidentRow, RankRow
@@ -24,9 +27,16 @@ def rank(job_id: str, number: int, node: str) -> RankRow:
     )
 
 
-def incident(name: str, job_id: str, kind: str, severity: str, opened_seconds: int) -> IncidentRow:
+def incident(
+    name: str,
+    job_id: str,
+    kind: str,
+    severity: str,
+    opened_seconds: int,
+    cause: str = "unknown",
+) -> IncidentRow:
     finding = Finding(
-        kind=kind, cause="unknown", fingerprint=name, summary=".", detected_ns=1, generation=1
+        kind=kind, cause=cause, fingerprint=name, summary=".", detected_ns=1, generation=1
     )
     opened_ns = opened_seconds * SECOND
     return IncidentRow(
@@ -70,3 +80,15 @@ def test_failures_and_the_time_of_nodes_are_counted_since_a_time(database: Datab
     with database.read() as session:
         found = failure_history(session, 50 * SECOND)
     assert found == FailureHistory(2, 2 * 50.0 + 3 * 100.0)
+
+
+def test_ranks_that_a_person_ended_are_no_failure(database: Database) -> None:
+    ended = incident("scancel", "ended", "failure", "critical", 60, STOPPED_ON_REQUEST)
+    hung = incident("hang", "ended", "hang", "critical", 61)
+    hung.view = replace(hung.view, symptoms=[ended.view.finding])
+    with database.write() as session:
+        session.add(toy_job("ended", started_ns=0, finished_ns=100 * SECOND))
+        session.flush()
+        session.add_all([ended, hung])
+    with database.read() as session:
+        assert failure_history(session, 50 * SECOND).failures == 1
