@@ -135,7 +135,7 @@ def open_session(session: Session, code: str, now_ns: int) -> str | None:
         .returning(TokenRow.parent)
     )
     owner = session.get(TokenRow, parent) if parent is not None else None
-    if owner is None:
+    if owner is None or owner.revoked_ns is not None:  # callers are cached for a second
         return None
     secret = f"{secrets.token_urlsafe(32)}.{secrets.token_urlsafe(32)}"
     session.add(
