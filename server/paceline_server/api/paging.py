@@ -8,7 +8,7 @@ from paceline_server.api.dependencies import Bounds
 from paceline_server.api.problems import ProblemError
 
 _LIMIT = 1 << 63
-_URGENCY = re.compile(r"-?\d\.\d{1,20}", re.ASCII)
+_URGENCY = re.compile(r"-?\d(\.\d{1,20})?(e-\d{1,3})?", re.ASCII)
 
 
 def time_cursor(at_ns: int, identifier: str) -> str:
