@@ -16,7 +16,7 @@ from typing import Protocol
 
 import httpx
 import msgspec
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -36,6 +36,7 @@ _POLL_SECONDS = 1.0
 _STALLED_SECONDS = 30.0  # longer than the timeouts of a delivery and of the database
 _BACKOFF_MAXIMUM_SECONDS = 60.0
 _LONGEST_WAIT_SECONDS = 600.0  # upper limit of Retry-After: alerts are waiting
+_ENDED_NS = 86_400_000_000_000  # a failed job keeps the incidents that explain why it failed
 _ATTEMPTS = 100  # more than an hour; the alert is out of date by then
 _notices: msgspec.json.Decoder[Notice] = msgspec.json.Decoder(Notice)
 
@@ -196,7 +197,7 @@ class AlertDelivery:
 
     def _repeat(self, client: httpx.Client) -> None:
         with self._database.read() as session:
-            firing = _firing(session, self._target.minimum_severity)
+            firing = firing_alerts(session, self._target.minimum_severity, self._now_ns())
         try:
             self._target.repeat(client, firing, self._now_ns())
         except DeliveryError as error:
@@ -230,12 +231,18 @@ def _next(session: Session, receiver: str) -> OutboxRow | None:
     )
 
 
-def _firing(session: Session, minimum: Severity) -> list[IncidentAlert]:
+def firing_alerts(session: Session, minimum: Severity, now_ns: int) -> list[IncidentAlert]:
+    """Return the alerts of unresolved incidents, the most urgent first.
+
+    Those of a job that ended more than a day ago are left out: nothing resolves them any more.
+    """
     severities = SEVERITIES[SEVERITIES.index(minimum) :]
     query = (
         select(IncidentRow.view, JobRow.id, JobRow.name)
         .join(JobRow, JobRow.id == IncidentRow.job_id)
         .where(IncidentRow.state != "resolved", IncidentRow.severity.in_(severities))
+        .where(or_(JobRow.finished_ns.is_(None), JobRow.finished_ns > now_ns - _ENDED_NS))
+        .order_by(IncidentRow.urgency.desc(), IncidentRow.opened_ns.desc())
         .limit(1000)
     )
     return [

@@ -267,7 +267,8 @@ def test_a_notice_of_another_version_does_not_block_the_next_one(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     database = run_server(allow_local_receivers=True, webhook_url=listener.url).program.database
-    row = OutboxRow(receiver="webhook", subject="inc-0", event="opened", body="{}", created_ns=1)
+    row = OutboxRow(receiver="webhook", subject="inc-0", event="opened", body="{}")
+    row.created_ns = time.time_ns()  # an old one may be pruned first
     row.attempts = row.next_attempt_ns = 0
     with database.write() as session:
         session.add(row)
@@ -485,6 +486,33 @@ def test_firing_alert_is_pushed_repeatedly(
     wait_for(lambda: len(listener.requests) >= 2, "two pushes")
     ends = [body[0]["endsAt"] for _, _, body in listener.requests]
     assert ends == sorted(set(ends))
+
+
+@pytest.mark.any_database
+def test_alerts_of_jobs_that_ended_long_ago_are_not_repeated(database: Database) -> None:
+    """Nothing resolves the incident of a failed job, and new ones must not be beyond the limit."""
+    now_ns = time.time_ns()
+    ended_ns = {"running": None, "just failed": now_ns, "failed": now_ns - 90_000_000_000_000}
+    with database.write() as session:
+        session.add_all(toy_job(name, finished_ns=at_ns) for name, at_ns in ended_ns.items())
+        session.flush()
+        for name in ended_ns:
+            incident = msgspec.structs.replace(view(severity="critical"), incident_id=name)
+            session.add(
+                IncidentRow(
+                    id=name,
+                    job_id=name,
+                    kind="failure",
+                    severity="critical",
+                    state="open",
+                    opened_ns=incident.opened_ns,
+                    urgency=4.0 if name == "running" else -0.86,
+                    view=incident,
+                )
+            )
+    with database.read() as session:
+        firing = outbox_module.firing_alerts(session, "warning", now_ns)
+    assert [alert.job_id for alert in firing] == ["running", "just failed"]
 
 
 def test_two_servers_deliver_each_notice_once(
