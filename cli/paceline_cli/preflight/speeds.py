@@ -47,8 +47,7 @@ def checks(results: Sequence[Result], nodes: Sequence[NodeFacts], backend: str) 
     tolerance = _RDMA if backend == "nccl" else _SOCKETS
     local = of_kind(results, "node")
     if local:
-        speeds = {each.nodes[0]: each.bus_bytes_per_second or 0.0 for each in local}
-        yield _outliers("all-reduce within a node", speeds, tolerance, "look at NVLink and PCIe")
+        yield _within_nodes(local, tolerance)
     pairs = of_kind(results, "pair")
     if len(nodes) > 1:
         yield from _pairs(pairs, tolerance, _floor(nodes, backend))
@@ -86,6 +85,15 @@ def _compute(measured: Sequence[Compute]) -> Iterator[Check]:
     if copies:
         fix = "compare PCIe width, NUMA binding and IOMMU settings"
         yield _outliers("host to GPU", copies, tolerance, fix)
+
+
+def _within_nodes(local: Sequence[Exchange], tolerance: Tolerance) -> Check:
+    name, fix = "all-reduce within a node", "look at NVLink and PCIe"
+    failed = {each.nodes[0]: [each.error] for each in local if each.error is not None}
+    if failed:
+        return faults(name, failed, fix, "")
+    speeds = {each.nodes[0]: each.bus_bytes_per_second or 0.0 for each in local}
+    return _outliers(name, speeds, tolerance, fix)
 
 
 def _outliers(

@@ -155,6 +155,16 @@ def test_a_slow_gpu_is_named_with_its_node(share: float, status: str) -> None:
     assert status == "pass" or "node-4 cuda:3" in found.evidence
 
 
+def test_nodes_whose_gpus_cannot_exchange_anything_fail() -> None:
+    """All are alike, so none is an outlier."""
+    error = "NCCL error: unhandled system error"
+    check = judged([Exchange(nodes=[node], kind="node", error=error) for node in NODES[:2]])[
+        "all-reduce within a node"
+    ]
+    assert (check.status, check.nodes) == ("fail", NODES[:2])
+    assert error in check.evidence
+
+
 def test_a_fabric_that_holds_pairs_and_not_all_is_a_warning() -> None:
     steps: list[Result] = [
         Exchange(nodes=NODES[:count], kind="scale", bus_bytes_per_second=speed)
