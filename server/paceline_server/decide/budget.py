@@ -81,11 +81,12 @@ def may_quarantine(nodes: list[NodeView], policy: Policy, chosen: int, now_ns: i
     """Return whether one more node may be quarantined, in addition to those already `chosen`.
 
     At least one may, even in the smallest cluster, unless the share is 0. Whether other nodes can
-    take over is not checked here. Silent nodes do not count as quarantined, because they cannot be
-    used anyway.
+    take over is not checked here. Silent nodes do not count, because they cannot be used anyway:
+    the store has also those that left the cluster long ago.
     """
-    quarantined = sum(node.quarantined and alive(node, policy, now_ns) for node in nodes)
-    limit = max(1.0, policy.quarantine_share * len(nodes)) if policy.quarantine_share else 0.0
+    living = [node for node in nodes if alive(node, policy, now_ns)]
+    quarantined = sum(node.quarantined for node in living)
+    limit = max(1.0, policy.quarantine_share * len(living)) if policy.quarantine_share else 0.0
     return quarantined + chosen + 1 <= limit
 
 

@@ -112,3 +112,12 @@ def test_one_of_two_nodes_may_be_quarantined() -> None:
     assert may_quarantine(nodes, Policy(), 0, world.now_ns)
     assert not may_quarantine(nodes, Policy(), 1, world.now_ns)
     assert not may_quarantine(nodes, Policy(quarantine_share=0.0), 0, world.now_ns)
+
+
+def test_nodes_that_are_gone_do_not_raise_the_limit() -> None:
+    world = World(nodes=5)
+    world.tick()
+    nodes = world.view().nodes
+    gone = [replace(nodes[0], agent_id=f"pod-{number}", last_seen_ns=0) for number in range(50)]
+    assert may_quarantine([*nodes, *gone], Policy(), 0, world.now_ns)
+    assert not may_quarantine([*nodes, *gone], Policy(), 1, world.now_ns)
