@@ -59,6 +59,17 @@ def test_a_nan_goes_back_before_it_and_a_later_crash_does_not_undo_it(able: Worl
     assert environment(able) == expected
 
 
+def test_a_script_that_goes_back_on_request_is_not_one_that_does_not_resume(able: World) -> None:
+    able.policy = Policy(mode="auto")
+    able.until(lambda: able.checkpoint_step == 20)
+    able.tick((nan(able, 15),))
+    able.until(lambda: able.generation == 2)
+    able._completed = 10  # it loads the checkpoint before
+    able.until_running(2)
+    assert able.one_action("restart").resumed_step == 10
+    assert able.experience.resumes is None
+
+
 def test_after_two_tries_the_job_ends_with_the_evidence(able: World) -> None:
     able.policy = Policy(mode="auto")
     for generation in (2, 3):

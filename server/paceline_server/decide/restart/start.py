@@ -145,8 +145,9 @@ def finish_start(draft: Draft, action: ActionView) -> None:
         reached = -1 if progress.highest_step is None else progress.highest_step
         lost = max(0, reached + 1 - resumed)
         action = replace(action, resumed_step=resumed, lost_steps=lost)
-        first = draft.view.first_step
-        draft.experience = after_restart(draft.experience, first, progress.known_step)
+        if progress.roll_back_onset is None:  # else it was to resume from an earlier one
+            first = draft.view.first_step
+            draft.experience = after_restart(draft.experience, first, progress.known_step)
         detail = f"Training continues with step {resumed}; {_steps_lost(lost)}."
     else:
         detail = "Training."
