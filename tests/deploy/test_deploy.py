@@ -101,6 +101,18 @@ def test_the_unit_runs_nothing_as_root_and_may_create_the_ring_directory() -> No
     assert "RestrictSUIDSGID=yes" not in lines, "it forbids mode 3777"
 
 
+def test_the_unit_leaves_devices_and_the_state_of_the_clock_accessible() -> None:
+    """systemd.exec(5): ProtectClock= filters adjtimex. Any DeviceAllow= denies other devices.
+
+    Before systemd 252, ProtectClock= implies one: https://github.com/systemd/systemd/pull/25075.
+    """
+    lines = (DEPLOY / "systemd/paceline-agent.service").read_text().splitlines()
+    names = {line.partition("=")[0] for line in lines if "=" in line}
+    assert not names & {"ProtectClock", "PrivateDevices", "DevicePolicy", "DeviceAllow"}
+    bounding = next(line for line in lines if line.startswith("CapabilityBoundingSet="))
+    assert "CAP_SYS_TIME" not in bounding
+
+
 def test_the_unit_keeps_ranks_alive_for_adoption() -> None:
     """By default, systemd would kill them with their agent."""
     lines = (DEPLOY / "systemd/paceline-agent.service").read_text().splitlines()
