@@ -28,6 +28,8 @@ METRICS_PORT = 9478  # /metrics, on METRICS_HOST
 RENDEZVOUS_PORT = 0  # any free port: reserved for rank 0, which listens on it on all interfaces
 _HIGHEST_PORT = 65_535
 
+_STATE = Path("/var/lib/paceline")
+
 HOSTNAME_LABEL = "Hostname"  # as the collectors and older dcgm-exporters write it
 HOSTNAME_LABELS = (HOSTNAME_LABEL, "hostname")
 
@@ -156,8 +158,10 @@ class AgentSettings:
             return self.spool_directory
         if self.node_directory is not None:
             return self.node_directory / "spool"
-        state = Path("/var/lib") if os.access("/var/lib", os.W_OK) else Path.home() / ".local/state"
-        return state / "paceline" / self.agent_id / "spool"
+        # It exists where systemd or an image has created it for an agent that is not root.
+        state = _STATE if _STATE.exists() else _STATE.parent
+        own = _STATE if os.access(state, os.W_OK) else Path.home() / ".local/state/paceline"
+        return own / self.agent_id / "spool"
 
     @property
     def server_is_local(self) -> bool:
