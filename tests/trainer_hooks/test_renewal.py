@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from paceline import renewal as module
 from paceline.renewal import is_lost_peer
+from paceline_wire.renewal import RENEWALS
 
 GLOO = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
 
@@ -46,6 +48,26 @@ def test_with_an_agent_of_an_older_version_the_function_is_only_called(
     with pytest.raises(RuntimeError, match="Connection closed"):
         fail()
     assert "no link to the agent" in caplog.text
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Return the listening socket of an agent that accepts no connection by itself."""
+    monkeypatch.setenv("PACELINE_NODE_DIRECTORY", str(tmp_path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / RENEWALS))
+        listener.listen(0)
+        yield listener
+
+
+def test_a_function_starts_although_the_agent_accepts_no_connection(
+    agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process can have filled the queue of connections of an agent that is hung."""
+    monkeypatch.setattr(module, "_SEND_SECONDS", 1)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.connect(agent.getsockname())
+        assert module.resilient(lambda: 3)() == 3
 
 
 def test_a_function_that_does_not_train_when_it_is_called_is_reported(

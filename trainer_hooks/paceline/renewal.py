@@ -27,6 +27,7 @@ import inspect
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -53,6 +54,7 @@ T = TypeVar("T")
 # not reported the end of a rank: a connection may have broken without one. A lost node takes 6 s.
 WAIT_SECONDS = 60.0
 UNORDERED_SECONDS = 15.0
+_SEND_SECONDS = 5  # to connect and send to an agent that is hung or overloaded
 _RAISE_SECONDS = 0.2  # between attempts to interrupt the function
 # Texts of errors by which gloo and NCCL report that a peer is gone.
 _LOST_PEER = (
@@ -231,6 +233,8 @@ class _AgentLink:
         if directory is None:
             return None
         connection = socket.socket(socket.AF_UNIX)
+        limit = struct.pack("ll", _SEND_SECONDS, 0)  # struct timeval
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             with socket_address(directory) as address:
                 connection.connect(address)

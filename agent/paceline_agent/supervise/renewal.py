@@ -1,8 +1,8 @@
 """The agent's link to ranks that can leave a generation and enter the next one in their process.
 
-Only a process that the agent started is accepted; the kernel attests its pid. The agent never waits
-for such a rank without a limit: one that does not leave in time is killed and replaced like any
-other.
+Only a process that the agent started is accepted, on one connection; the kernel attests its pid and
+user. The agent never waits for such a rank without a limit: one that does not leave in time is
+killed and replaced like any other.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 3.0  # to come out of a kernel, a load of data or a collective
 KNOWN_SECONDS = 5.0  # until the guard has reported a process that has just been started
+UNKNOWN_AT_MOST = 128  # such processes of the ranks' user, each with an open connection
 _CREDENTIALS = struct.Struct("iII")  # ucred: pid, uid, gid
 
 
@@ -48,15 +49,18 @@ class _Member:
 class Renewals:
     """The connected ranks, by pid."""
 
-    def __init__(self, directory: Path, is_rank: Callable[[int], bool]) -> None:
+    def __init__(self, directory: Path, is_rank: Callable[[int], bool], user: int | None) -> None:
         """
         Args:
             directory: of the agent.
             is_rank: returns whether a process is a rank that the agent started.
+            user: of the ranks; None: there are no ranks.
         """
         self._directory = directory
         self._is_rank = is_rank
+        self._user = user
         self._members: dict[int, _Member] = {}
+        self._unknown = 0
         self._resilient: set[int] = set()  # pids that were in their function when last seen
         self._server: asyncio.Server | None = None
 
@@ -67,7 +71,8 @@ class Renewals:
             (self._directory / RENEWALS).unlink(missing_ok=True)
             with socket_address(self._directory) as address:
                 listener.bind(address)
-            os.chmod(self._directory / RENEWALS, 0o666)  # ranks run as another user
+            is_own = self._user == os.geteuid()
+            os.chmod(self._directory / RENEWALS, 0o600 if is_own else 0o666)
             self._server = await asyncio.start_unix_server(
                 self._serve, sock=listener, limit=LINE_BYTES
             )
@@ -113,6 +118,10 @@ class Renewals:
         """Have a rank enter its function again. Return whether it is still connected."""
         return self._send(pid, Enter(dict(environment)))
 
+    def forget(self, pid: int) -> None:
+        """Note that a process has ended."""
+        self._resilient.discard(pid)
+
     def _place(self, pid: int) -> str:
         member = self._members.get(pid)
         return "outside" if member is None else member.place
@@ -129,15 +138,18 @@ class Renewals:
         credentials = connection.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
-        pid: int = _CREDENTIALS.unpack(credentials)[0]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KNOWN_SECONDS):
-                while not self._is_rank(pid):
-                    await asyncio.sleep(0.02)
-        if not self._is_rank(pid):
+        pid, user, _ = _CREDENTIALS.unpack(credentials)
+        try:
+            if user == self._user and await self._is_known(pid):
+                await self._receive(pid, reader, _Member(writer))
+        finally:
             writer.close()
-            return
-        member = self._members[pid] = _Member(writer)
+
+    async def _receive(self, pid: int, reader: asyncio.StreamReader, member: _Member) -> None:
+        """Receive the places of a rank. A later connection of its process replaces this one."""
+        if earlier := self._members.get(pid):
+            earlier.writer.close()
+        self._members[pid] = member
         try:
             while line := await reader.readline():
                 member.place = decode_place(line).place
@@ -151,9 +163,23 @@ class Renewals:
         finally:
             if self._members.get(pid) is member:
                 del self._members[pid]
+            if not self._is_rank(pid):
+                self.forget(pid)
             member.place = "outside"
             member.changed.set()
-            writer.close()
-            while self._is_rank(pid):  # the guard may report its end later
-                await asyncio.sleep(1.0)
-            self._resilient.discard(pid)
+
+    async def _is_known(self, pid: int) -> bool:
+        """Return whether a process is a rank, or will be one within KNOWN_SECONDS."""
+        if self._is_rank(pid):
+            return True
+        if self._unknown >= UNKNOWN_AT_MOST:
+            return False
+        self._unknown += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KNOWN_SECONDS):
+                    while not self._is_rank(pid):
+                        await asyncio.sleep(0.02)
+        finally:
+            self._unknown -= 1
+        return self._is_rank(pid)

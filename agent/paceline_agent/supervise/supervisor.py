@@ -112,7 +112,8 @@ class Supervisor:
         self._ranks: dict[RankKey, _SupervisedRank] = {}
         self._newest: dict[str, int] = {}  # by job: newest generation started here
         self._stopped: dict[str, int] = {}  # by job: generations up to this one were stopped
-        self._renewals = Renewals(directory, self._is_rank)
+        user = None if rank_user is None else rank_user.uid
+        self._renewals = Renewals(directory, self._is_rank, user)
         self._link: GuardLink | None = None
         self._adopted: GuardLink | None = None  # None once `run` has taken it over
         self._link_ready = asyncio.Event()
@@ -547,6 +548,8 @@ class Supervisor:
     def _on_gone(self, rank: _SupervisedRank) -> None:
         rank.gone.set()
         self._ranks.pop(rank.key, None)
+        if rank.pid is not None:
+            self._renewals.forget(rank.pid)
 
     async def _clean_up_after_guard(self, guard_session: int | None, *, adopted: bool) -> None:
         """Kill the children of the ranks that died with the guard, and report the ranks as exited.
