@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 from paceline import renewal as module
 from paceline.renewal import is_lost_peer
-from paceline_wire.renewal import RENEWALS
+from paceline_wire.renewal import RENEWALS, Enter, Leave, encode
+from tests.waiting import wait_for
 
 GLOO = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
 
@@ -68,6 +70,36 @@ def test_a_function_starts_although_the_agent_accepts_no_connection(
     with socket.socket(socket.AF_UNIX) as other:
         other.connect(agent.getsockname())
         assert module.resilient(lambda: 3)() == 3
+
+
+def _sleep() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def test_an_order_to_leave_that_follows_the_one_to_enter_is_not_lost(agent: socket.socket) -> None:
+    """The rank trained in a generation that had ended."""
+    link = module._AgentLink.open()
+    assert link is not None
+    connection, _ = agent.accept()
+    with connection:
+        link.enter()
+        connection.sendall(encode(Leave()))
+        with pytest.raises(module._Left):
+            _sleep()
+        link.leave_function()
+        connection.sendall(encode(Enter({})) + encode(Leave()))
+        assert link.wait() is not None
+        wait_for(lambda: link._is_ordered, "the second order")
+        with pytest.raises(module._Left):
+            link.enter()
+        link.leave_function()
+        connection.sendall(encode(Enter({})))
+        assert link.wait() is not None
+        link.enter()
+        link.leave_function()
+    wait_for(lambda: link._is_broken, "the end of the link")
+    link._connection.close()
 
 
 def test_a_function_that_does_not_train_when_it_is_called_is_reported(

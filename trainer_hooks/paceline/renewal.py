@@ -247,12 +247,16 @@ class _AgentLink:
     # In the thread of the function
 
     def enter(self) -> None:
-        """Note that the function begins, and may be interrupted."""
-        self.report("inside")
+        """Note that the function begins, and may be interrupted.
+
+        Raises _Left if the generation is over already.
+        """
         with self._lock:
-            self._is_ordered = False
+            if self._is_ordered:
+                raise _Left
             self._entered += 1
             self._is_inside = True
+        self.report("inside")
 
     def leave_function(self) -> None:
         """Note that the function has ended: `_Left` is not raised any more."""
@@ -290,13 +294,17 @@ class _AgentLink:
                 for line in lines:
                     order = decode_order(line)
                     if isinstance(order, Enter):
+                        self._is_ordered = False  # a later order is for the next generation
                         self._enters.append(order)
                         self._changed.set()
                     elif isinstance(order, Leave):
                         self._is_ordered = True
                         self._changed.set()
                         threading.Thread(
-                            target=self._interrupt, name="paceline-leave", daemon=True
+                            target=self._interrupt,
+                            args=(self._entered,),
+                            name="paceline-leave",
+                            daemon=True,
                         ).start()
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             _log.warning("The link to the agent broke: %s", error)
@@ -304,12 +312,11 @@ class _AgentLink:
             self._is_broken = True
             self._changed.set()
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, entered: int) -> None:
         """Have the function end: raise `_Left` in its thread, and fail its collectives.
 
         Again if it is still there, because the script may have caught the exception.
         """
-        entered = self._entered
         while True:
             with self._lock:
                 if not self._is_inside or self._entered != entered:

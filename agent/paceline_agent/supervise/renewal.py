@@ -116,6 +116,8 @@ class Renewals:
 
     def enter(self, pid: int, environment: Mapping[str, str]) -> bool:
         """Have a rank enter its function again. Return whether it is still connected."""
+        if member := self._members.get(pid):
+            member.place = "inside"  # soon: it has not left the next generation
         return self._send(pid, Enter(dict(environment)))
 
     def forget(self, pid: int) -> None:

@@ -123,3 +123,22 @@ def test_other_users_can_connect_only_if_ranks_run_as_one(
             assert (done.returncode == 0) == may, done.stderr
 
     run(test)
+
+
+def test_a_rank_that_was_ordered_to_enter_has_not_left_the_next_generation(tmp_path: Path) -> None:
+    """It was renewed again before it had entered, and trained in a generation that had ended."""
+
+    async def test() -> None:
+        async with renewals(tmp_path, lambda pid: True, os.geteuid()) as link:
+            with connect(tmp_path) as rank:
+                rank.send(encode(RankPlace("left")))
+                await until(lambda: link.has_left(PID))
+                assert link.enter(PID, {})
+                assert not link.has_left(PID)
+                leaving = asyncio.create_task(link.leave([PID]))
+                await asyncio.sleep(0.05)
+                assert not leaving.done()
+                rank.send(encode(RankPlace("left")))
+                assert await leaving == {PID}
+
+    run(test)
