@@ -286,19 +286,19 @@ class ForkServer:
         readable, writable = os.pipe()
         try:
             socket.send_fds(self._socket, [request.encode()], [readable, log])
-            pid: int = json.loads(self._socket.recv(1 << 16))["pid"]
-            process = read_process(pid)
+            pid = json.loads(self._socket.recv(1 << 16))["pid"]
+            process = read_process(pid) if type(pid) is int else None  # no path such as 1/task/1
             if process is None or process.parent != os.getpid() or pid in taken:
                 raise ValueError(f"process {pid} is not a new rank")
             os.write(writable, b"!")  # only now does the rank start
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             self.close()
             return None
         finally:
             os.close(log)
             os.close(readable)
             os.close(writable)
-        return pid
+        return process.pid
 
     def close(self) -> None:
         """End the fork server; its ranks continue."""

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -423,6 +424,29 @@ def test_the_fork_server_ends_after_a_long_time_without_ranks(
         supervised.check_ranks()
         assert forks.closed  # type: ignore[attr-defined]
         assert supervised.timeout_milliseconds is None
+
+
+@pytest.mark.parametrize("answer", ['{"pid": "PID/task/PID"}', "[" * 2000, "[]", '{"pid": 1}'])
+def test_the_answer_of_a_fork_server_harms_no_other_rank(tmp_path: Path, answer: str) -> None:
+    """It runs code of its job, and the guard is the parent of all ranks of the node."""
+    start = {"argv": ["python"], "environment": {}, "directory": None, "log": str(tmp_path / "log")}
+    ours, theirs = guard.socket.socketpair(guard.socket.AF_UNIX, guard.socket.SOCK_SEQPACKET)
+    forks = guard.ForkServer.__new__(guard.ForkServer)
+    forks._common, forks._socket = guard._common(start), ours
+    forks._is_ready, forks._process = True, None
+    with theirs, subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            replying = threading.Thread(
+                target=lambda: (
+                    theirs.recv(1 << 16),
+                    theirs.send(answer.replace("PID", str(child.pid)).encode()),
+                )
+            )
+            replying.start()
+            assert forks.fork(start, os.getpid()) is None
+            replying.join()
+        finally:
+            child.kill()
 
 
 def test_a_repeated_command_keeps_a_fork_server_without_ranks_and_starts_it_again(
