@@ -19,9 +19,10 @@ import msgspec
 import tenacity
 from msgspec.structs import replace
 
+from paceline_agent import daemon_thread
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.nccl import flight_recorder
-from paceline_agent.collect.nccl.process import read_process
+from paceline_agent.collect.nccl.process import NcclProcess, read_process
 from paceline_agent.errors import LinkError
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.forward.server_clock import ServerClock
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 SILENCE_SECONDS = 5.0
 RECONNECT_MAXIMUM_SECONDS = 2.0
 REMEMBERED = 1024  # results of commands that are kept, because the server may send a command again
+PROCESS_SECONDS = 5.0  # to read a process, whose directory may be on a network file system
 RING_SECONDS = 5.0  # how long a control command waits for the rings of ranks that are just starting
 
 
@@ -184,7 +186,7 @@ class CommandRunner:
         )
         try:
             pid = self._rings.pid(command.job, command.generation, rank)
-            process = None if pid is None else read_process(self._procfs_root, pid)
+            process = None if pid is None else await self._read_process(pid)
             if process is None:
                 raise flight_recorder.DumpError(f"rank {rank} has no process on this node")
             dump = await flight_recorder.take(process, rank)
@@ -194,6 +196,15 @@ class CommandRunner:
             event = replace(event, error=str(failure), was_asked=was_asked)
         self._outbox.put_events([replace(event, time_ns=timeline_ns())])
         return event.error
+
+    async def _read_process(self, pid: int) -> NcclProcess | None:
+        """Return the process. Raises DumpError."""
+        try:
+            return await daemon_thread.call(PROCESS_SECONDS, read_process, self._procfs_root, pid)
+        except TimeoutError:
+            raise flight_recorder.DumpError(
+                f"the file system of process {pid} does not respond"
+            ) from None
 
     async def _send_stacks(self, command: TakeStacks, rank: int) -> str | None:
         place = command.job, command.generation, rank

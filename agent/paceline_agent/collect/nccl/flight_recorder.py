@@ -2,12 +2,12 @@
 
 PyTorch writes a dump when a collective times out, and when something is written to the pipe named
 by TORCH_NCCL_DEBUG_INFO_PIPE_FILE, which one of its threads reads once a second. A dump is a pickle
-and is never loaded here.
+and is never loaded here. It may be on a network file system that does not respond, so it is read in
+a thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import stat
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline_agent import daemon_thread
 from paceline_agent.collect.cached_files import open_regular
 from paceline_agent.collect.nccl.process import NcclProcess
 from paceline_wire import dumps
@@ -28,6 +29,7 @@ _OLD_DEFAULT = "/tmp/nccl_trace_rank_"  # until PyTorch 2.7
 _NEW_DEFAULT = "torch/comm_lib_trace_rank_"  # below the cache directory
 
 DUMP_SECONDS = 3.0  # up to a second until the request is read, and a large ring takes time to write
+READ_SECONDS = 10.0  # to read the file
 _LOOK_SECONDS = 0.1
 
 
@@ -78,6 +80,13 @@ async def take(process: NcclProcess, rank: int) -> TakenDump:
 
     Raises DumpError.
     """
+    try:
+        return await daemon_thread.call(DUMP_SECONDS + READ_SECONDS, _take, process, rank)
+    except TimeoutError:
+        raise DumpError("the file system of its dump does not respond") from None
+
+
+def _take(process: NcclProcess, rank: int) -> TakenDump:
     named = dump_names(process.environment, rank)
     paths = [path for name in named if (path := process.seen_from_here(name)) is not None]
     pipe = _pipe(process, rank)
@@ -87,10 +96,10 @@ async def take(process: NcclProcess, rank: int) -> TakenDump:
     _knock(pipe, process)
     deadline = time.monotonic() + DUMP_SECONDS
     while time.monotonic() < deadline:
-        await asyncio.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS)
         for watch in watches:
             if watch.new_bytes() is not None:
-                return await asyncio.to_thread(_read, watch.path, process.user)
+                return _read(watch.path, process.user)
     raise NoAnswerError(
         f"rank {rank} was requested to write its Flight Recorder dump and did not within "
         f"{DUMP_SECONDS:.0f} s"

@@ -122,6 +122,23 @@ async def test_a_dump_that_is_a_link_or_too_large_is_not_sent(tmp_path):
         await take(process(tmp_path), 1)
 
 
+async def test_a_file_system_that_does_not_respond_blocks_only_the_dump(tmp_path, monkeypatch):
+    """By default, torch writes dumps below HOME. The agent was lost to the server with its NFS."""
+    monkeypatch.setattr(flight_recorder, "DUMP_SECONDS", 0.1)
+    monkeypatch.setattr(flight_recorder, "READ_SECONDS", 0.1, raising=False)
+    responds = threading.Event()
+
+    def look(path: Path) -> None:
+        assert responds.wait(5), "the event loop is blocked"
+
+    monkeypatch.setattr(flight_recorder, "_look", look)
+    try:
+        with pytest.raises(DumpError, match="does not respond"):
+            await take(process(tmp_path), 0)
+    finally:
+        responds.set()
+
+
 def test_where_each_version_of_pytorch_writes():
     assert dump_names({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x/dump_"}, 3) == ["/x/dump_3"]
     assert dump_names({"HOME": "/root"}, 3) == [
