@@ -17,14 +17,16 @@ _DEVICES = re.compile(r"NCCL INFO NET/(\w+) : Using (\[\d+\].*?)(?: ;|$)")
 _DEVICE = re.compile(r"\[\d+\](?!=) ?([^ :]+)")  # a card with two ports: `[0]={[0] a:1, [1] b:1}`
 _CHANNEL = re.compile(r"NCCL INFO Channel \d+(?:/\d+)? : .* via ([^\n]+)")
 _CONNECTED = re.compile(r"NCCL INFO Connected (?:all )?(ring|tree|NVLS|CollNet|PAT)")
-_ALGORITHM = re.compile(r"(\w+): \d+ Bytes -> Algo (\w+) proto (\w+)")
+_ALGORITHM = re.compile(r"\b(\w{1,40}): \d+ Bytes -> Algo (\w{1,40}) proto (\w{1,40})")
 # Since 2.27, for buffers that are registered equally on all ranks; src/scheduler/symmetric_sched.cc
-_SYMMETRIC = re.compile(r"(\w+) \[Symmetric\]: \d+ Bytes -> Kernel [A-Za-z]+_(\w+)")
+_SYMMETRIC = re.compile(r"\b(\w{1,40}) \[Symmetric\]: \d+ Bytes -> Kernel [A-Za-z]+_(\w{1,40})")
 _WARNING = re.compile(r"NCCL WARN (.*)")
 _ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 _PROTOCOLS = ("ll", "ll128", "simple")
 _KINDS_AT_MOST = 32
 _TEXT_CHARACTERS = 200
+# NCCL's lines have 1024 at most. A script can write any line, and `re` blocks all threads.
+_LINE_CHARACTERS = 2048
 
 K = TypeVar("K")
 
@@ -46,6 +48,7 @@ class DebugLog:
     news: list[str] = field(default_factory=list)
 
     def add(self, line: str) -> None:
+        line = line[:_LINE_CHARACTERS]
         if "NCCL" not in line:
             return
         if match := _CHANNEL.search(line):

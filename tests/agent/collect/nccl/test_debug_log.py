@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +27,22 @@ def test_golden_log():
     )
     assert log.warnings == 1
     assert log.news[0].startswith("NET/IB : Got completion from peer")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NCCL " + "1" * 30_000,  # took time that grows with the square of the length
+        "NCCL INFO AllReduce: 1 Bytes -> Algo " + "9" * 5000 + " proto 1",  # more than int() takes
+        "NCCL INFO " + "A" * 1000 + ": 1 Bytes -> Algo 1 proto 1",
+    ],
+)
+def test_a_line_of_a_script_costs_no_time_and_becomes_no_long_label(line: str):
+    log = DebugLog()
+    began = time.process_time()
+    log.add(line)
+    assert time.process_time() - began < 0.2
+    assert all(len(text) <= 40 for chosen in log.algorithms for text in chosen)
 
 
 def test_the_ports_of_a_card_that_are_used_as_one():
