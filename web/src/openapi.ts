@@ -1370,9 +1370,9 @@ export interface components {
          *         "mttf_low_seconds": 62400,
          *         "mttf_seconds": 115600,
          *         "node_hours": 9153,
-         *         "overhead_now_ratio": 0.687,
+         *         "overhead_now_ratio": 0.407,
          *         "overhead_ratio": 0.0126,
-         *         "text": "Saving every 1,094 steps (23.9 min) instead of every 10 steps would cost 1.3% of the time instead of 68.7%: a checkpoint takes 9.0 s, and a failure is expected every 32.1 h (90%: 17.3 h to 70.0 h; 3 failures in 9,153 node hours of this fleet)."
+         *         "text": "Saving every 1,094 steps (23.9 min) instead of every 10 steps would cost 1.3% of the time instead of 40.7%: a checkpoint takes 9.0 s, and a failure is expected every 32.1 h (90%: 17.3 h to 70.0 h; 3 failures in 9,153 node hours of this fleet)."
          *       },
          *       "checkpoint_interval_steps": 10,
          *       "checkpoint_path": "/ckpt/step-*.pt",
@@ -2002,9 +2002,9 @@ export interface components {
          *             "mttf_low_seconds": 62400,
          *             "mttf_seconds": 115600,
          *             "node_hours": 9153,
-         *             "overhead_now_ratio": 0.687,
+         *             "overhead_now_ratio": 0.407,
          *             "overhead_ratio": 0.0126,
-         *             "text": "Saving every 1,094 steps (23.9 min) instead of every 10 steps would cost 1.3% of the time instead of 68.7%: a checkpoint takes 9.0 s, and a failure is expected every 32.1 h (90%: 17.3 h to 70.0 h; 3 failures in 9,153 node hours of this fleet)."
+         *             "text": "Saving every 1,094 steps (23.9 min) instead of every 10 steps would cost 1.3% of the time instead of 40.7%: a checkpoint takes 9.0 s, and a failure is expected every 32.1 h (90%: 17.3 h to 70.0 h; 3 failures in 9,153 node hours of this fleet)."
          *           },
          *           "checkpoint_interval_steps": 10,
          *           "checkpoint_path": "/ckpt/step-*.pt",

@@ -1,7 +1,7 @@
 """The interval between two checkpoints that costs least (Young 1974; Daly 2006).
 
-With a cost w of a checkpoint and a mean time M between failures, an interval t costs
-w / t + t / (2 M) of the time. The best one is sqrt(2 w M) - w, at most M.
+With a cost w of a checkpoint and a mean time M between failures, an interval t of training costs
+w / (t + w) + (t + w) / (2 M) of the time. The best one is sqrt(2 w M) - w, at most M.
 """
 
 from __future__ import annotations

@@ -80,8 +80,12 @@ def _posterior(fleet: FailureHistory) -> tuple[float, float]:
 
 
 def overhead_ratio(cost: float, interval: float, mttf: float) -> float:
-    """Return the share of the time that checkpoints and repeated steps cost. Args are seconds."""
-    return cost / interval + interval / (2.0 * mttf)
+    """Return the share of the time that checkpoints and repeated steps cost, at most 1.
+
+    Args are seconds; `interval` is the training between two checkpoints, without their cost.
+    """
+    period = interval + cost
+    return min(cost / period + period / (2.0 * mttf), 1.0)
 
 
 def gamma_quantile(shape: float, z: float) -> float:

@@ -55,6 +55,11 @@ def test_any_other_interval_costs_more(factor: float) -> None:
     assert overhead_ratio(9.0, best * factor, 115_600.0) > overhead_ratio(9.0, best, 115_600.0)
 
 
+def test_the_cost_is_a_share_of_the_time() -> None:
+    assert overhead_ratio(9.0, 1.0, 115_600.0) == pytest.approx(0.9, abs=1e-3)
+    assert overhead_ratio(9.0, 1e6, 115_600.0) == 1.0
+
+
 @pytest.mark.parametrize(
     ("shape", "z", "expected"),
     [(1.0, 1.6449, 2.9957), (4.0, -1.6449, 1.3663), (4.0, 1.6449, 7.7537), (50.0, 0.0, 49.667)],
@@ -72,7 +77,7 @@ def test_the_advice_has_its_figures() -> None:
     assert found.mttf_high_seconds == pytest.approx(115_608 * 4 / 1.3663, rel=0.01)
     assert found.text == (
         "Saving every 1,094 steps (23.9 min) instead of every 10 steps would cost 1.2% of the time "
-        "instead of 68.7%: a checkpoint takes 9.0 s, and a failure is expected every 32.1 h "
+        "instead of 40.7%: a checkpoint takes 9.0 s, and a failure is expected every 32.1 h "
         "(90%: 16.6 h to 94.4 h; 3 failures in 9,153 node hours of this fleet)."
     )
 
