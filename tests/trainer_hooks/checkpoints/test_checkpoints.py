@@ -261,6 +261,15 @@ def test_objects_tensors_dicts_and_generators_are_restored(tmp_path: Path) -> No
     assert script.state.step == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fnuz], ids=str)
+def test_tensors_of_rare_types_are_restored(tmp_path: Path, dtype: torch.dtype) -> None:
+    content = torch.arange(16, dtype=torch.uint8)
+    Script(tmp_path, values=content.view(dtype).clone()).train(3)
+    restored = torch.zeros(16, dtype=torch.uint8).view(dtype)
+    assert Script(tmp_path, values=restored).train(3).state.resumed_step == 2
+    assert torch.equal(restored.view(torch.uint8), content)
+
+
 def test_optimizer_states_keep_their_precision(tmp_path: Path) -> None:
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)

@@ -10,6 +10,7 @@ import pickle
 from io import IOBase
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -32,17 +33,14 @@ _ALLOWED = frozenset(
         ("pathlib", "Path"),
     }
 )
-_DTYPES = frozenset(
-    {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"}
-    | {"bool", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"}
-)
 
 
 class _Unpickler(pickle.Unpickler):
     """An unpickler that resolves the names of checkpoint metadata only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES):
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise DamagedError(f".metadata contains {module}.{name}, which checkpoints do not need")
 
