@@ -316,7 +316,7 @@ class TorchEvents:
                 self._watch_train()
             return result
 
-        return evaluate
+        return _compiled_as(original, evaluate)
 
     def _watch_train(self) -> None:
         """Replace `Module.train`, which calls itself for each submodule, while it matters."""
@@ -332,7 +332,7 @@ class TorchEvents:
                     module_class.train = original
             return original(module, mode)
 
-        module_class.train = train
+        module_class.train = _compiled_as(original, train)
 
     # Checkpoints
 
@@ -389,8 +389,13 @@ def _replace(owner: Any, name: str, replacement: Callable[[Function], Function])
 
 def _not_compiled(hook: Function) -> Function:
     """Have torch.compile leave the hook out of compiled optimizers."""
-    hook._torchdynamo_inline = _nothing  # type: ignore[attr-defined]
-    return hook
+    return _compiled_as(_nothing, hook)
+
+
+def _compiled_as(original: Function, replacement: Function) -> Function:
+    """Have torch.compile trace the original where a compiled function calls the replacement."""
+    replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
+    return replacement
 
 
 def _nothing(*_: Any) -> None:
