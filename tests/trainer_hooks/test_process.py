@@ -489,6 +489,32 @@ dist.destroy_process_group()
     assert finished.stdout == "[3.0, 3.0]\n", finished.stderr
 
 
+def test_no_function_of_paceline_is_compiled_inside_a_compiled_step(tmp_path: Path) -> None:
+    finished = run(
+        """
+import torch, paceline
+from paceline.recognition import Recognition
+paceline.init()
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter])
+
+@torch.compile(backend="eager")
+def train():
+    parameter.sum().backward()
+    optimizer.step()
+
+for _ in range(3):
+    train()
+cached = torch._dynamo.eval_frame._debug_get_cache_entry_list
+print([name for name, each in vars(Recognition).items() if getattr(each, "__code__", None)
+       and cached(each.__code__)], round(parameter.item(), 3))
+""",
+        tmp_path,
+        has_torch=True,
+    )
+    assert finished.stdout == "[] 0.994\n", finished.stderr
+
+
 @pytest.mark.parametrize("has_agent", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_the_compiler_leaves_sections_out(tmp_path: Path, has_agent: bool) -> None:
     finished = run(

@@ -21,6 +21,7 @@ from paceline.recognition import Recognition
 from paceline.recorder import Recorder
 from paceline.saves import Save, Saves, completed_steps
 from paceline.sections import StatusSection
+from paceline.uncompiled import leave_uncompiled
 from paceline_wire.spans import MemoryKind
 
 Function = Callable[..., Any]
@@ -124,8 +125,13 @@ class TorchEvents:
         return completed_steps(self._optimizers - self._earlier)
 
     def watch_modules(self) -> None:
-        """Replace the functions of modules that save checkpoints, once each is loaded."""
+        """Replace the functions of modules that save checkpoints, once each is loaded.
+
+        Those of Paceline itself are left uncompiled.
+        """
         self.known_modules = len(sys.modules)
+        with suppress(AttributeError):  # this torch has no such setting
+            leave_uncompiled(self._torch)
         for name, functions in CHECKPOINT_MODULES:
             module = sys.modules.get(name)
             if module is None or name in self._seen_modules:
