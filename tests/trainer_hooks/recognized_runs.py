@@ -447,6 +447,21 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return partial(step.__wrapped__, optimizer)
 
 
+def begins_left_out_of_the_second_training() -> None:
+    """As in a compiled training step: torch.compile leaves out what is called before the step."""
+    hooks_of_torch = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    for number in range(2):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS // 2):
+            model(features[:2]).sum().backward()
+            left_out = dict(hooks_of_torch)
+            if number == 1:
+                hooks_of_torch.clear()
+            optimizer.step()
+            hooks_of_torch.update(left_out)
+
+
 def unhooked_optimizer_in_steps() -> None:
     """Accumulation, and a learning rate of 0 in the first step."""
     model = model_of()
@@ -554,6 +569,7 @@ SCENARIOS: list[Callable[[], None]] = [
     two_loaders,
     saving,
     own_calls,
+    begins_left_out_of_the_second_training,
     optimizer_without_a_hash,
 ]
 

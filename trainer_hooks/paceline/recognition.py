@@ -324,7 +324,10 @@ class Recognition:
         """An optimizer's step has ended."""
         if optimizer in self._optimizers:
             del self._optimizers[self._optimizers.index(optimizer) :]
-        # Its begin was not seen if the hooks were registered by a backward pass of its closure.
+        elif not self._optimizers and not self._backward_depth:
+            # Its begin was not seen: torch.compile has left the hook out, or the hooks were
+            # registered by a backward pass of its closure.
+            self._end_repeated_cycle(optimizer)
         if not self._optimizers:
             section = self._session.optimizer_phase
             if section.start:
