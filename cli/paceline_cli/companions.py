@@ -1,9 +1,9 @@
 """The agent, and the local server, that run beside the commands of `paceline watch`.
 
-A process of its own starts them for the first command and ends them with the last one. It is no
-child of a command and has another session, so neither Ctrl-C nor a `wait` of a command reaches it.
-It reports over its standard output, a pipe: "ready" once ranks find the agent, or a sentence that
-says why not.
+A process of its own starts them for the first command and ends them some seconds after the last
+one, when the server has found out why its ranks ended. It is no child of a command and has another
+session, so neither Ctrl-C nor a `wait` of a command reaches it. It reports over its standard
+output, a pipe: "ready" once ranks find the agent, or a sentence that says why not.
 
 Each command is registered as a file in the directory `watch` of the user's state. The lock of that
 directory is held while commands are registered and while the agent ends, so that no command relies
@@ -32,6 +32,7 @@ START_SECONDS = 60.0  # for the agent, on a busy machine
 STOP_SECONDS = 15.0  # for the agent to send its remaining data, and for the server to store it
 POLL_SECONDS = 0.05
 END_POLL_SECONDS = 0.5
+LINGER_SECONDS = 10.0  # the server waits up to 8 s for what explains the end of a job
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -113,7 +114,8 @@ def _started(pid: int) -> str:
 
 
 def main(node_directory: Path, logs: Path, agent: list[str], server: list[str]) -> None:
-    """Run the programs until all commands and all ranks on this node have ended.
+    """Run the programs until LINGER_SECONDS after all commands and all ranks on this node have
+    ended.
 
     Args:
         node_directory: of the agent.
@@ -128,12 +130,13 @@ def main(node_directory: Path, logs: Path, agent: list[str], server: list[str]) 
     try:
         print(_await_agent(running[0], node_directory, logs / "agent.log"), flush=True)
         os.dup2(0, 1)  # the reader's pipe ends: the command does not inherit it
+        used = time.monotonic()
         while True:
             time.sleep(END_POLL_SECONDS)
             with locked(logs):
-                if running[0].poll() is None and (
-                    _has_commands(logs) or _has_ranks(node_directory / RINGS)
-                ):
+                if _has_commands(logs) or _has_ranks(node_directory / RINGS):
+                    used = time.monotonic()
+                if running[0].poll() is None and time.monotonic() - used < LINGER_SECONDS:
                     continue
                 for process in running:
                     _stop(process)

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from paceline_cli.commands import watch as command
+from paceline_cli.companions import LINGER_SECONDS
 from paceline_wire.node_directory import MEMORY, RINGS, is_in_use
 from tests.ports import free_port
 
@@ -165,7 +166,7 @@ def test_an_agent_runs_until_the_last_command_has_ended(tmp_path: Path, node: Pa
         assert lines == {f"paceline: {own}\n", f"paceline: {found}\n"}
         (tmp_path / "first").touch()
         assert first.wait(60) == 7
-        time.sleep(3.0)  # the agent would have ended
+        time.sleep(LINGER_SECONDS + 3.0)  # the agent would have ended
         assert is_in_use(node)
         (tmp_path / "second").touch()
         assert second.wait(60) == 7

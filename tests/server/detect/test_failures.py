@@ -149,6 +149,14 @@ def all_nodes_report(job: SimulatedJob) -> list[Finding]:
     return [*found, *tick(job, 0.1), *tick(job, 1.0)]
 
 
+def test_an_exit_whose_cause_is_unknown_is_reported_also_if_the_agents_end_with_the_job(job):
+    for rank in range(8):
+        how = {"signal": 6} if rank == 5 else {"exit_code": 1}
+        job.exit(rank, log_tail=RESET, **how)
+    found = [each for _ in range(75) for each in tick(job, 0.1)]
+    assert [(each.kind, each.rank) for each in found] == [("failure", 5)]
+
+
 def test_a_rank_that_exits_0_early_is_the_culprit_and_not_those_that_lost_it(job):
     job.exit(3, exit_code=0, at_ns=job.now_ns + 10**8)  # the node reports it late
     for rank in (0, 1, 2, 4, 5, 6, 7):

@@ -254,11 +254,15 @@ class ExitDetector(Detector):
             if self._reported_rank is not None or len(self._alike(first)) == 1:
                 return False
         decided_ns = first.received_ns + int(settings.first_exit_seconds * 1e9)
+        if observation.now_ns < decided_ns:
+            return True
         # A node without a batch since then will send one soon, or is lost and explains the exit.
-        return observation.now_ns < decided_ns or any(
+        is_silent = [
             observation.last_seen_ns.get(node, 0) <= decided_ns
             for node in self.generation.nodes.values()
-        )
+        ]
+        all_silent_ns = first.received_ns + int(settings.all_silent_seconds * 1e9)
+        return any(is_silent) and not (all(is_silent) and observation.now_ns >= all_silent_ns)
 
     def _newly_explained(self, culprit: ReportedExit, observation: Observation) -> list[Finding]:
         """Report the exit again if something that arrives later explains it: the kernel log, which
