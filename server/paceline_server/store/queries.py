@@ -75,13 +75,13 @@ def failure_history(session: Session, since_ns: int) -> FailureHistory:
         for started, ended, count in session.execute(query)
     )
     # A person who ends ranks is no failure, but a hang that a person ended is one.
-    was_requested = type_coerce(incident.view, Text).contains(f'"cause":"{STOPPED_ON_REQUEST}"')
+    requested = f'"finding":{{"kind":"{FAILURE.name}","cause":"{STOPPED_ON_REQUEST}"'
     failures = session.scalar(
         select(func.count())
         .select_from(incident)
         .where(incident.kind.in_((FAILURE.name, HANG.name)), incident.severity == "critical")
         .where(incident.opened_ns > since_ns)
-        .where(not_(and_(incident.kind == FAILURE.name, was_requested)))
+        .where(not_(type_coerce(incident.view, Text).contains(requested)))
     )
     return FailureHistory(failures or 0, node_ns / 1e9)
 

@@ -85,10 +85,12 @@ def test_failures_and_the_time_of_nodes_are_counted_since_a_time(database: Datab
 def test_ranks_that_a_person_ended_are_no_failure(database: Database) -> None:
     ended = incident("scancel", "ended", "failure", "critical", 60, STOPPED_ON_REQUEST)
     hung = incident("hang", "ended", "hang", "critical", 61)
-    hung.view = replace(hung.view, symptoms=[ended.view.finding])
+    crashed = incident("crash", "ended", "failure", "critical", 62)
+    for each in (hung, crashed):
+        each.view = replace(each.view, symptoms=[ended.view.finding])
     with database.write() as session:
         session.add(toy_job("ended", started_ns=0, finished_ns=100 * SECOND))
         session.flush()
-        session.add_all([ended, hung])
+        session.add_all([ended, hung, crashed])
     with database.read() as session:
-        assert failure_history(session, 50 * SECOND).failures == 1
+        assert failure_history(session, 50 * SECOND).failures == 2
