@@ -9,6 +9,7 @@ import pytest
 import paceline
 from paceline import hooks
 from paceline.integrations.boundaries import (
+    MOST_STEPS_OF_OTHERS,
     Between,
     LeadingOptimizer,
     NotResumedError,
@@ -218,3 +219,17 @@ def test_the_first_of_several_optimizers_leads_until_others_are_set_up() -> None
     leading.reset()
     assert leading.may_be(first)
     assert leading.is_it(second)
+
+
+def test_an_optimizer_that_is_not_used_any_more_is_replaced() -> None:
+    leading = LeadingOptimizer()
+    first, second = Optimizer(0), Optimizer(0)
+    assert leading.is_it(first)
+    for _ in range(3):  # a step of the generator after each 100 of the critic
+        assert not any(leading.is_it(second) for _ in range(MOST_STEPS_OF_OTHERS))
+        assert leading.is_it(first)
+    counted = [leading.is_it(second) for _ in range(MOST_STEPS_OF_OTHERS + 3)]
+    assert counted.index(True) == MOST_STEPS_OF_OTHERS
+    assert counted.count(True) == 3
+    assert leading.may_be(second)
+    assert not leading.may_be(first)

@@ -35,6 +35,7 @@ from paceline_wire.spans import Op
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MOST_STEPS_OF_OTHERS = 100  # a GAN may train its critic so often for each step of the generator
 _marking: StepBoundaries | None = None  # whose steps are recorded in this process
 
 
@@ -260,11 +261,14 @@ def open_timed(timed: Callable[..., Timed | None], *args: Any) -> Timed:
 class LeadingOptimizer:
     """The optimizer whose steps are counted, where a script has several: the first that steps.
 
-    An engine that contains its optimizer counts as one.
+    Another one replaces it once it has stepped `MOST_STEPS_OF_OTHERS` times without it: the script
+    has begun a phase that trains something else. An engine that contains its optimizer counts as
+    one.
     """
 
     def __init__(self) -> None:
         self._optimizer: Callable[[], Any] = lambda: None
+        self._steps_of_others = 0  # since the last one of the optimizer
 
     def reset(self, *_: Any) -> None:
         """Choose again: other optimizers were set up."""
@@ -276,9 +280,13 @@ class LeadingOptimizer:
 
     def is_it(self, optimizer: Any) -> bool:
         """Return whether the steps of this optimizer, which has stepped, are counted."""
-        if self._optimizer() is None:
+        if self._optimizer() is not optimizer:
+            self._steps_of_others += 1
+            if self._optimizer() is not None and self._steps_of_others <= MOST_STEPS_OF_OTHERS:
+                return False
             self._optimizer = weakref.ref(optimizer)
-        return self._optimizer() is optimizer
+        self._steps_of_others = 0
+        return True
 
 
 class Between:
