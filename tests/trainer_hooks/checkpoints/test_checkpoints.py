@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import load
 
 import paceline
@@ -259,6 +262,32 @@ def test_objects_tensors_dicts_and_generators_are_restored(tmp_path: Path) -> No
     assert second["table"]["epoch"] == 9
     assert second["generator"].get_state().equal(first["generator"].get_state())
     assert script.state.step == 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile
+@pytest.mark.parametrize(
+    "wrap",
+    [checkpoint_wrapper, partial(torch.compile, backend="eager")],
+    ids=["activation checkpointing", "torch.compile"],
+)
+@pytest.mark.parametrize("wrapped_run", [0, 1])
+def test_a_wrapper_that_only_one_run_has_changes_no_names(
+    tmp_path: Path, wrap: Callable[[nn.Module], nn.Module], wrapped_run: int
+) -> None:
+    plain = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    wrapped = nn.Sequential(nn.Linear(3, 2), wrap(nn.Linear(2, 2)))
+    runs = [wrapped, plain] if wrapped_run == 0 else [plain, wrapped]
+    moments = []
+    for model in runs:
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = paceline.Checkpoints(tmp_path, every=1, model=model, optimizer=optimizer)
+        for _ in paceline.steps(range(1), state=state):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+        assert state.wait()
+        moments.append([optimizer.state[each]["exp_avg"] for each in model.parameters()])
+    assert state.resumed_step == 1
+    assert all(map(torch.equal, *moments))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fnuz], ids=str)

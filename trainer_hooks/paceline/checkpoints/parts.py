@@ -355,6 +355,8 @@ class ZeroOptimizerPart(OptimizerPart):
         _copy_options(self.value.param_groups, self._outer.param_groups)
 
 
+# In the names of parameters: torch.compile, and activation checkpointing of a module.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 HAS_NAMES = (ModulePart, OptimizerPart)  # each tensor is one of this script's own
 
 
@@ -374,7 +376,9 @@ def full_names(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
         for prefix, replacement in reversed(wrapped):
             if name.startswith(prefix):
                 name = replacement + name.removeprefix(prefix)
-        yield name.replace("_orig_mod.", ""), parameter
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, parameter
 
 
 def _empty_for(leaf: Leaf, *templates: Tensor | None) -> Tensor:
