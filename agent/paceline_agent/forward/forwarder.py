@@ -251,7 +251,10 @@ class Forwarder:
             self._on_sent()
 
     async def _send(self, entry: SpoolEntry) -> None:
-        payload = self._spool.read(entry)
+        try:
+            payload = self._spool.read(entry)
+        except OSError as error:
+            raise _RetryError(f"its spool cannot be read: {error.strerror}") from error
         if payload is None:
             return
         try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -45,6 +46,7 @@ _WRITING = ".writing"
 _SLOT = ".slot"
 _HEADER = struct.Struct("<4sII")  # magic, crc32, length
 _MAGIC = b"PLB1"
+_TEMPORARY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Detail(IntEnum):
@@ -157,12 +159,18 @@ class Spool:
         return self._sending
 
     def read(self, entry: SpoolEntry) -> bytes | None:
-        """Return the packed batch; None if its file was damaged, which is counted and removed."""
+        """Return the packed batch; None if its file was damaged, which is counted and removed.
+
+        Raises:
+            OSError: it cannot be read now, because the process lacks file descriptors or memory.
+        """
         if entry.payload is not None:
             return entry.payload
         try:
             content = self._content(entry)
         except OSError as error:
+            if error.errno in _TEMPORARY:
+                raise
             self._skip(entry, error.strerror or "unreadable")
             return None
         payload = _unframe(content)
@@ -174,8 +182,8 @@ class Spool:
         """Yield the waiting batches after this one, from its boot and later boots, in order."""
         last = f"{boot_id}.{sequence:012d}{SUFFIX}"
         for entry in self._all():
-            payload = self.read(entry) if entry.name > last else None
-            with contextlib.suppress(BatchError):
+            with contextlib.suppress(BatchError, OSError):
+                payload = self.read(entry) if entry.name > last else None
                 if payload is not None:
                     yield decode(payload)
 
@@ -334,7 +342,10 @@ class Spool:
 
     def _cut(self, entry: SpoolEntry, remaining: Detail | None) -> None:
         """Reduce a batch to what remains; None drops it."""
-        payload = self.read(entry)
+        try:
+            payload = self.read(entry)
+        except OSError:
+            return
         if payload is None:
             return
         try:

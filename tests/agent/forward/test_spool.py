@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
+from paceline_agent.forward.forwarder import Forwarder
+from paceline_agent.forward.server_link import HttpAnswer, ServerLink
 from paceline_agent.forward.spool import Spool
 from paceline_wire.batch import Batch, DeviceEvent, Sample, SpanBlock, decode
 from paceline_wire.spans import RECORD_BYTES, to_columns
@@ -256,6 +260,39 @@ def test_a_file_that_vanishes_is_skipped(tmp_path: Path) -> None:
     spool.append(batch(1))
     next(tmp_path.glob("*.batch")).unlink()
     assert [batch.sequence for batch in drain(spool)] == [0]
+
+
+def test_a_batch_stays_while_the_process_has_no_file_descriptor_left(
+    tmp_path: Path,
+) -> None:
+    spool = Spool(tmp_path, LIMIT)
+    for sequence in range(2):
+        spool.append(batch(sequence))
+    sent: list[int] = []
+
+    class Link:
+        async def post(self, path: str, body: bytes, kind: str) -> HttpAnswer:
+            sent.append(decode(body).sequence)
+            return HttpAnswer(200, {}, b'{"status": "stored", "sequence": 0}')
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def forward() -> None:
+        forwarder = Forwarder(cast("ServerLink", Link()), spool, lambda: None, lambda: None)
+        running = asyncio.create_task(forwarder.run())
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            for _ in range(100):
+                await asyncio.sleep(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (sent, forwarder.counts.retries) == ([0], 1), "the slot is open"
+        while len(spool):
+            await asyncio.sleep(0.01)
+        running.cancel()
+
+    asyncio.run(forward())
+    assert (sent, spool.counts.corrupt) == ([0, 1], 0)
 
 
 def test_rejected_batches_are_set_aside_and_few_are_kept(tmp_path: Path) -> None:
