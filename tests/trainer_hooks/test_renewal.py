@@ -72,9 +72,17 @@ def test_a_function_starts_although_the_agent_accepts_no_connection(
         assert module.resilient(lambda: 3)() == 3
 
 
-def _sleep() -> None:
-    while True:
-        time.sleep(0.01)
+def _interrupt(link: module._AgentLink, agent: socket.socket) -> None:
+    """Order the rank to leave, while it is in its function."""
+    try:
+        try:
+            agent.sendall(encode(Leave()))
+            while True:
+                time.sleep(0.01)
+        finally:
+            link.leave_function()
+    except module._Left:
+        link.leave_function()  # it may have been raised before the one above had begun
 
 
 def test_an_order_to_leave_that_follows_the_one_to_enter_is_not_lost(agent: socket.socket) -> None:
@@ -84,10 +92,7 @@ def test_an_order_to_leave_that_follows_the_one_to_enter_is_not_lost(agent: sock
     connection, _ = agent.accept()
     with connection:
         link.enter()
-        connection.sendall(encode(Leave()))
-        with pytest.raises(module._Left):
-            _sleep()
-        link.leave_function()
+        _interrupt(link, connection)
         connection.sendall(encode(Enter({})) + encode(Leave()))
         assert link.wait() is not None
         wait_for(lambda: link._is_ordered, "the second order")
