@@ -15,10 +15,11 @@ import socket
 import ssl
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -35,8 +36,6 @@ MAXIMUM_ANSWER_BYTES = 1 << 20
 MAXIMUM_LINE_BYTES = 8 << 20
 
 _FAILURES = (OSError, HTTPException, ValueError)  # ValueError: an invalid host name
-
-T = TypeVar("T")
 
 
 class HttpAnswer(NamedTuple):
@@ -176,23 +175,21 @@ class ServerLink:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
             self._thread.start()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[HttpAnswer] = loop.create_future()
+        future: Future[HttpAnswer] = Future()
+        answer = asyncio.wrap_future(future)
 
         def exchange() -> None:
-            if future.done():
+            if not future.set_running_or_notify_cancel():
                 return
             try:
-                answer = self._exchange(path, content, content_type, future.done)
+                future.set_result(self._exchange(path, content, content_type, answer.done))
             except _FAILURES as error:
-                _call_in_loop(loop, _set_exception, future, _link_error(error))
-            else:
-                _call_in_loop(loop, _set_result, future, answer)
+                future.set_exception(_link_error(error))
 
         self._exchanges.put(exchange)
         try:
             async with asyncio.timeout(EXCHANGE_SECONDS):
-                return await future
+                return await answer
         except TimeoutError:
             self._hang_up()
             raise LinkError(f"no complete answer within {EXCHANGE_SECONDS:g} s") from None
@@ -288,16 +285,6 @@ class ServerLink:
                     yield line
         finally:
             connection.close()
-
-
-def _set_result(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _set_exception(future: asyncio.Future[T], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def _call_in_loop(
