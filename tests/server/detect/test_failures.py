@@ -606,6 +606,24 @@ def test_the_only_rank_known_to_have_lost_a_connection_is_not_blamed(job):
     assert found.summary.startswith("Connections between ranks broke before any rank ended. Rank 3")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:152] timed out "
+        "connecting: SO_ERROR: Connection refused, remote=[127.0.0.1]:18337",
+        "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while "
+        "trying to connect to (node-1, 29500).",
+    ],
+)
+def test_ranks_that_never_connected_lost_no_connection(job, error):
+    for rank in (3, 6):
+        job.exit(rank, exit_code=1, log_tail=f"Traceback (most recent call last):\n{error}\n")
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.ranks) == (None, [3, 6])
+    expected = "A rank could not connect to the others. Rank 3 (node-1) exited with code 1"
+    assert found.summary.startswith(expected)
+
+
 def test_no_end_of_a_broken_connection_is_blamed(job):
     for rank in (3, 6):
         job.exit(rank, exit_code=1, log_tail=RESET)

@@ -52,6 +52,7 @@ from paceline_server.detect.rank_exit.mismatch import mismatched_collective
 from paceline_server.detect.rank_exit.out_of_memory import OomKills, memory_evidence
 from paceline_server.detect.rank_exit.raised_error import (
     error_line,
+    names_missing_connection,
     names_timeout,
 )
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
@@ -315,9 +316,11 @@ class ExitDetector(Detector):
         node: str | None = self.generation.node(event.rank) or culprit.node
         if lost := self._lost_connections(culprit):
             rank, together, node = None, lost, None
-            is_timeout = names_timeout(cause_of(event))
-            first = "A collective timed out" if is_timeout else "Connections between ranks broke"
-            first = f"{first} before any rank ended"
+            first = "Connections between ranks broke before any rank ended"
+            if names_timeout(cause_of(event)):
+                first = "A collective timed out before any rank ended"
+            elif names_missing_connection(cause_of(event)):
+                first = "A rank could not connect to the others"
             if has_aborted_itself(culprit):
                 first = f"R{ranks_text(lost)[1:]} aborted together"
             summary = f"{first}. {summary}"

@@ -52,6 +52,11 @@ _WATCHDOG = re.compile(
 )
 _ABORTS = re.compile(r"watchdog thread terminated with exception|Watchdog caught collective")
 _TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for")
+_NOT_CONNECTED = re.compile(
+    r"connectFullMesh failed|timed out connecting|trying to connect|connect to \S+ failed"
+    r"|(failed|unable) to connect|(could not|cannot) connect|socketStartConnect",
+    re.IGNORECASE,
+)
 _DEVICE_ASSERTION = re.compile(r": block: \[[\d,]+\], thread: \[[\d,]+\] (Assertion .*)")
 _ASSERTED = "device-side assert triggered"
 _CPP_FRAME = "frame #"
@@ -129,6 +134,11 @@ def names_mismatch(log_tail: str) -> bool:
 def names_timeout(error: str) -> bool:
     """Return whether the rank ended because a collective of NCCL or gloo did not complete."""
     return _TIMED_OUT.search(error) is not None
+
+
+def names_missing_connection(error: str) -> bool:
+    """Return whether the rank ended because it could not connect to a peer or to the store."""
+    return _NOT_CONNECTED.search(error) is not None
 
 
 def _follows(text: str, *, is_torch: bool = True) -> bool:
