@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.checkpoints.errors import OtherRunError
 from paceline.checkpoints.layout import RUN, saved_checkpoints
-from paceline.checkpoints.memory import slots
+from paceline.checkpoints.memory import schedule, slots
 from paceline.checkpoints.memory.captures import Captures
 from paceline.checkpoints.memory.copies import MemoryCopies, _JobRanks
 from paceline.checkpoints.memory.deferred import DeferredCopy, TensorPlan
@@ -38,9 +38,10 @@ from tests import forked_python
 
 @pytest.fixture(autouse=True)
 def root(no_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have copies in a directory of the test, as often as possible."""
+    """Have copies in a directory of the test, as often as before costs were exchanged: never."""
     monkeypatch.setenv("PACELINE_MEMORY_DIRECTORY", str(tmp_path / "memory"))
-    monkeypatch.setenv("PACELINE_MEMORY_OVERHEAD", "1000")
+    for name in ("FIRST_POLL_SECONDS", "POLL_SECONDS"):
+        monkeypatch.setattr(schedule, name, 3600.0)
     return tmp_path / "memory"
 
 
