@@ -148,7 +148,10 @@ class NicCollector(Collector):
 
     def _discover(self) -> None:
         found: dict[str, _Interface] = {}
-        names = [name for name in entries(self._root) if not _NOT_THE_NODES.match(name)]
+        listed = entries(self._root)
+        if not listed:  # the loopback always exists: no file descriptor was left
+            return
+        names = [name for name in listed if not _NOT_THE_NODES.match(name)]
         if len(names) > _DEVICES_AT_MOST:
             names = cards_first(self._root, names)[:_DEVICES_AT_MOST]
         for name in names:
@@ -231,6 +234,8 @@ def _positions(line: str, wanted: tuple[str, ...]) -> list[tuple[str, int]]:
 
 
 def _link_events(device: _Interface, carrier: float | None, now_ns: int) -> list[DeviceEvent]:
+    if carrier is None and device.state != "down":
+        return []  # not read, such as for lack of file descriptors
     now = bool(carrier)  # EINVAL if administratively down
     was, device.carrier = device.carrier, now
     if was is None or was == now:

@@ -366,7 +366,10 @@ class RdmaCollector(Collector):
                     known = self._port(device, number, directory, inode, now_ns, is_first)
                 found[name] = known
                 is_first = False
-        gone = [port for name, port in self._ports.items() if name not in found]
+        unlisted = [port for name, port in self._ports.items() if name not in found]
+        # Without a free file descriptor, a directory cannot be listed.
+        found |= {port.name: port for port in unlisted if inode_of(port.directory) == port.inode}
+        gone = [port for port in unlisted if port.name not in found]
         for port in gone:
             self._files.close_below(port.directory)
         if list(found.values()) != list(self._ports.values()):

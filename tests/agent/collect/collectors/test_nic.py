@@ -122,6 +122,30 @@ def test_a_lost_carrier_is_one_event(context, eth0):
     assert [event.kind for event in collector.collect(4).events] == ["link_up"]
 
 
+def test_a_link_is_not_down_for_lack_of_file_descriptors(
+    context, eth0, monkeypatch, without_descriptors
+):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (0, 0))  # keep no file open
+    collector = NicCollector(context)
+    collector.collect(1)
+    with without_descriptors():
+        assert collector.collect(2).events == []
+        assert collector.collect(1 + 6 * SECOND_NS).events == []
+    (eth0 / "carrier").write_text("0\n")
+    lost = collector.collect(2 + 6 * SECOND_NS).events
+    assert [(event.kind, event.device) for event in lost] == [("link_down", "eth0")]
+
+
+def test_an_interface_that_is_turned_off_is_down(context, eth0, monkeypatch, refusing):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (0, 0))
+    collector = NicCollector(context)
+    collector.collect(1)
+    (eth0 / "operstate").write_text("down\n")
+    (eth0 / "carrier").unlink()
+    (eth0 / "carrier").symlink_to(refusing)
+    assert [event.kind for event in collector.collect(2).events] == ["link_down"]
+
+
 NETSTAT = """TcpExt: SyncookiesSent ListenDrops TCPTimeouts TCPSynRetrans
 TcpExt: 0 3 4 5
 IpExt: InOctets

@@ -97,6 +97,16 @@ def test_a_port_that_goes_down_is_an_event(context, infiniband):
     assert [event.kind for event in collector.collect(4).events] == ["link_up"]
 
 
+def test_a_port_is_not_down_for_lack_of_file_descriptors(
+    context, infiniband, series, without_descriptors
+):
+    collector = RdmaCollector(context)
+    before = series(collector.collect(1))
+    with without_descriptors():
+        during = collector.collect(1 + 31 * 1_000_000_000)
+    assert (during.events, series(during)) == ([], before)
+
+
 def test_a_device_that_goes_takes_only_its_own_series(context, infiniband, series):
     collector = RdmaCollector(context)
     collector.collect(1)
