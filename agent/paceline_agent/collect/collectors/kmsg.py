@@ -1,16 +1,18 @@
 """The kernel log: XIDs with their meaning, machine checks, PCIe, links, disks, killed processes.
 
-Messages from before the start of the agent are counted but not reported as events. Times in the log
-are from a clock that stops during suspend and is never set, so that a jump of the wall clock has no
-effect. That clock (sched_clock) is close to CLOCK_MONOTONIC or CLOCK_MONOTONIC_RAW, but drifts from
-both by seconds per month: a message is new if it was written since the last sweep, whatever its
-time.
+It is read from its device, or by syslog(2) if that may not be opened. Messages from before the
+start of the agent are counted but not reported as events. Times in the log are from a clock that
+stops during suspend and is never set, so that a jump of the wall clock has no effect. That clock
+(sched_clock) is close to CLOCK_MONOTONIC or CLOCK_MONOTONIC_RAW, but drifts from both by seconds
+per month: a message is new if it was written since the last sweep, whatever its time.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -23,6 +25,7 @@ from paceline_agent.collect.contract import (
     Context,
     Metric,
 )
+from paceline_agent.collect.kernel_log.buffer import KernelLogBuffer
 from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
 from paceline_agent.collect.kernel_log.recognize import Recognizer, pci_address
 from paceline_agent.collect.kernel_log.records import Record, records_of
@@ -80,7 +83,9 @@ class KmsgCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._log = KernelLogFile(context.kmsg_path, RelevantLines(RULES).matches)
+        self._log: KernelLogFile | KernelLogBuffer = KernelLogFile(
+            context.kmsg_path, RelevantLines(RULES).matches
+        )
         self._recognizer = Recognizer()
         self._ledger = KernelEventCounts(self._name_of)
         # The later of the two possible clocks of the log: missing an event is better than repeating
@@ -135,6 +140,9 @@ class KmsgCollector(Collector):
         try:
             return self._log.read_lines(_LINES_PER_SWEEP)
         except PermissionError as error:
+            if isinstance(self._log, KernelLogFile) and _is_device(path):
+                self._log = KernelLogBuffer()
+                return self._read()
             raise CollectorUnavailable(
                 f"{path} may not be read: run as root, grant CAP_SYSLOG, "
                 "or set kernel.dmesg_restrict=0"
@@ -206,6 +214,13 @@ class KmsgCollector(Collector):
             directory = self.context.sysfs_root / "bus" / "pci" / "devices" / device
             self._names[device] = _class_name(directory) or device
         return self._names[device]
+
+
+def _is_device(path: Path) -> bool:
+    try:
+        return stat.S_ISCHR(os.stat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _class_name(device: Path) -> str | None:

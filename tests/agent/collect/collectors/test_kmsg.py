@@ -11,8 +11,10 @@ import lzma
 import os
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ import pytest
 from paceline_agent.collect.collectors.kmsg import KmsgCollector
 from paceline_agent.collect.contract import CollectorUnavailable, LocalRank
 from paceline_agent.collect.kernel_log import parse
+from paceline_agent.collect.kernel_log.buffer import KernelLogBuffer
 from paceline_wire.batch import DeviceEvent, GpuInfo
 
 LOGS = Path(__file__).parents[2] / "fixtures" / "kmsg"
@@ -351,6 +354,24 @@ def test_a_log_that_may_not_be_read_says_what_would_help(context, tmp_path):
     log.chmod(0)
     collector = KmsgCollector(dataclasses.replace(context, kmsg_path=log))
     assert "CAP_SYSLOG" in _as_nobody(lambda: _why_unavailable(collector))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
+def test_a_device_that_may_not_be_opened_is_read_by_syslog(context, monkeypatch):
+    """A container with CAP_SYSLOG may not open the mounted device."""
+    line = f"<3>[ 1003.000000] {xid(79)}\n".encode()
+    buffer = partial(KernelLogBuffer, lambda size_bytes: line, lambda: 1 << 17)
+    monkeypatch.setattr("paceline_agent.collect.collectors.kmsg.KernelLogBuffer", buffer)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "kmsg")
+        try:
+            os.mknod(path, stat.S_IFCHR, os.makedev(1, 11))
+        except PermissionError:
+            pytest.skip("no device can be created here")
+        Path(scratch).chmod(0o755)
+        collector = ClockedKmsg(dataclasses.replace(context, kmsg_path=path))
+        found = _as_nobody(lambda: repr([event_list(collector.collect(NOW_NS)) for _ in range(2)]))
+    assert found == repr([[("xid", "0000:9b:00.0")], []])
 
 
 def _why_unavailable(collector: KmsgCollector) -> str:
