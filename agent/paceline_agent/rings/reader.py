@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 STATE_SECONDS = 0.5
 RECORDS_PER_BLOCK = 1 << 14
 # until a rejected claim is checked again: it is valid once another job has ended
-REFUSED_CLAIM_SECONDS = 10.0
+REFUSED_SECONDS = 10.0
 NO_PID = 0  # the pid of no process
 REFUSED_KEPT = 4096  # rejected files that are not examined again until they change
 _LIMIT = 1 << 63  # the server rejects a batch with larger numbers
@@ -374,8 +374,11 @@ class Rings:
         try:
             reader = RingReader(path)
         except RingError as error:
+            # A file that could not be read, such as for lack of descriptors, may be a valid ring.
+            is_unread = isinstance(error.__cause__, OSError)
+            seconds = REFUSED_SECONDS if is_unread else math.inf
             with contextlib.suppress(OSError):
-                self._refuse(path, os.stat(path, follow_symlinks=False), error)
+                self._refuse(path, os.stat(path, follow_symlinks=False), error, seconds)
             return
         identity = reader.identity
         key = RankKey(identity.job, identity.generation, identity.rank)
@@ -395,7 +398,7 @@ class Rings:
             )
         except RingError as error:
             reader.close()
-            self._refuse(path, reader.status, error, REFUSED_CLAIM_SECONDS)
+            self._refuse(path, reader.status, error, REFUSED_SECONDS)
             return
         for other in list(self._attached.values()):
             if other.key == key:  # the newer file wins

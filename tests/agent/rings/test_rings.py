@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -190,6 +192,31 @@ def test_a_command_reaches_the_control_pages_of_its_generation_only(bench: Bench
     assert new.ring.control[ring.CONTROL_COMMAND] == 5
     assert new.ring.control[ring.CONTROL_TARGET_STEP] == 12
     assert old.ring.control[ring.CONTROL_COMMAND] == 0
+
+
+def test_a_ring_that_could_not_be_opened_for_lack_of_descriptors_is_attached_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline_agent.rings.reader.REFUSED_SECONDS", 0.0)
+    rings = Rings(tmp_path, Outbox())
+    rings.supervise(RankKey("job", 0, 0), os.getuid())
+    Writer(tmp_path)
+    open_files = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                open_files.append(os.open(tmp_path, os.O_RDONLY))
+        rings.poll()
+    finally:
+        for descriptor in open_files:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(rings) == 0
+    rings.poll()
+    assert len(rings) == 1
+    rings.close()
 
 
 @pytest.mark.parametrize("damage", ["magic", "short", "empty", "identity", "version"])
