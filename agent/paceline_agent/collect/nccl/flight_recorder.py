@@ -8,6 +8,7 @@ a thread.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline_agent import daemon_thread
-from paceline_agent.collect.cached_files import open_regular
+from paceline_agent.collect.cached_files import entries, open_regular
 from paceline_agent.collect.nccl.process import NcclProcess
 from paceline_wire import dumps
 
@@ -136,11 +137,29 @@ def _knock(pipe: Path, process: NcclProcess) -> None:
         found = os.fstat(descriptor)
         if not stat.S_ISFIFO(found.st_mode) or found.st_uid != process.user:
             raise DumpError(f"{pipe.name} is no pipe of that rank")
+        if _has_lost(process, pipe.name):
+            raise DumpError(
+                f"another process has replaced the pipe {pipe.name}: "
+                f"set another {_PIPES[1]} for each job on a node"
+            )
         os.write(descriptor, b"1")
     except BlockingIOError:
         pass  # the pipe is full: enough requests are pending
     finally:
         os.close(descriptor)
+
+
+def _has_lost(process: NcclProcess, pipe_name: str) -> bool:
+    """Return whether the pipe that the rank reads was removed.
+
+    PyTorch removes an existing pipe and creates its own, also if another job reads the former.
+    """
+    links = set()
+    directory = process.descriptors
+    for name in [] if directory is None else entries(directory):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            links.add(os.readlink(f"{directory}/{name}").rpartition("/")[2])
+    return f"{pipe_name} (deleted)" in links and pipe_name not in links
 
 
 def _newest(process: NcclProcess, paths: list[Path]) -> TakenDump:

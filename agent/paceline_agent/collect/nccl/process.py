@@ -34,6 +34,7 @@ class NcclProcess:
     directory: Path | None  # its working directory
     user: int = 0
     started_ns: int = 0  # CLOCK_REALTIME
+    descriptors: Path | None = None  # links to its open files
 
     @property
     def settings(self) -> dict[str, str]:
@@ -113,6 +114,7 @@ def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
         directory=working if os.path.exists(working) else None,
         user=user,
         started_ns=started_ns(procfs_root, pid) or 0,
+        descriptors=directory / "fd",
     )
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def process(directory: Path, **environment: str) -> NcclProcess:
         directory=directory,
         user=os.getuid(),
         started_ns=os.stat(directory).st_mtime_ns,
+        descriptors=Path("/proc/self/fd"),
     )
 
 
@@ -97,6 +99,30 @@ async def test_nothing_is_written_into_what_is_no_pipe(tmp_path):
     with pytest.raises(DumpError, match="no pipe of that rank"):
         await take(rank, 0)
     assert (tmp_path / "fr_0.pipe").read_bytes() == b"precious"
+
+
+async def test_the_pipe_of_another_job_on_the_node_is_not_used(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open/7").symlink_to(tmp_path / "fr_0.pipe (deleted)")
+    own = process(tmp_path, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=str(tmp_path / "fr_"))
+    rank = replace(own, descriptors=tmp_path / "open")
+    requests = []
+    with (
+        listener(tmp_path / "fr_0.pipe", lambda: requests.append("read")),
+        pytest.raises(DumpError, match="another process has replaced"),
+    ):
+        await take(rank, 0)
+    assert requests == []
+
+
+async def test_a_rank_that_has_replaced_its_own_pipe_is_asked_through_the_new_one(tmp_path):
+    rank = process(tmp_path, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=str(tmp_path / "fr_"))
+    pipe, dump = tmp_path / "fr_0.pipe", tmp_path / "dump_0"
+    with listener(pipe, lambda: None):
+        pipe.unlink()
+        with listener(pipe, lambda: dump.write_bytes(DUMP)):
+            taken = await take(rank, 0)
+    assert dumps.unpack(taken.content) == DUMP
 
 
 async def test_without_a_pipe_only_what_was_written_since_the_start_counts(tmp_path):
