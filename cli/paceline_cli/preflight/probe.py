@@ -117,7 +117,8 @@ class ProbeRank:
                 if self.store.check([f"here/{rank}" for rank in self.plan.ranks_of(node)])
             ]
             self.store.set("present", ",".join(here))
-        return [int(node) for node in self.store.get("present").decode().split(",")]
+        listed = self.store.get("present").decode()
+        return [int(node) for node in listed.split(",")] if listed else []
 
     def leave(self) -> None:
         """End the rank; rank 0 ends last, because the store ends with it."""
