@@ -149,7 +149,7 @@ class KmsgCollector(Collector):
             ) from error
         except FileNotFoundError as error:
             raise CollectorUnavailable(
-                f"no {path}: in a container, mount the host's and allow the device"
+                f"no {path}: in a container, mount the host's and grant CAP_SYSLOG"
             ) from error
 
     def _take(self, record: Record, now_ns: int, boot_ns: int, *, news: bool) -> None:
