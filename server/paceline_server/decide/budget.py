@@ -15,21 +15,25 @@ _PATIENCE_GROWTH = 4.0
 _MOST_GROWTHS = 8  # a policy may allow a thousand restarts without progress
 
 
-def fruitless_restarts(view: JobView) -> int:
-    """Return how many of the latest restarts led to no new step."""
+def fruitless_restarts(view: JobView, policy: Policy) -> int:
+    """Return how many of the latest restarts led to no new step.
+
+    Steps of a script that numbers none may start at 0 in each generation. If it is declared to
+    resume (policy `resumes`), a checkpoint of the new generation is progress as well.
+    """
     count = 0
-    reached = view.highest_step
+    reached, has_saved = view.highest_step, view.has_saved
     for restart in reversed(view.restarts):
-        if _step(reached) > _step(restart.highest_step):
+        if _step(reached) > _step(restart.highest_step) or (has_saved and policy.resumes == "yes"):
             break
         count += 1
-        reached = restart.highest_step
+        reached, has_saved = restart.highest_step, restart.has_saved
     return count
 
 
 def refusal(view: JobView, policy: Policy, now_ns: int) -> str | None:
     """Return why the job may not be restarted once more; None if it may."""
-    fruitless = fruitless_restarts(view)
+    fruitless = fruitless_restarts(view, policy)
     if fruitless >= policy.cycles_without_progress:
         return f"the last {fruitless} restarts made no progress"
     for span_ns, limit, word in (
@@ -45,7 +49,7 @@ def refusal(view: JobView, policy: Policy, now_ns: int) -> str | None:
 def backs_off(view: JobView, policy: Policy, now_ns: int) -> bool:
     """Return whether the next generation may not start yet: longer after each restart without
     progress."""
-    fruitless = fruitless_restarts(view)
+    fruitless = fruitless_restarts(view, policy)
     if not fruitless:
         return False
     delay = min(policy.backoff_seconds * 2.0 ** (fruitless - 1), policy.backoff_maximum_seconds)
@@ -57,7 +61,7 @@ def hang_patience_seconds(view: JobView, policy: Policy) -> float:
 
     The script may pause there by design, for longer than the policy's patience.
     """
-    growth = _PATIENCE_GROWTH ** min(fruitless_restarts(view), _MOST_GROWTHS)
+    growth = _PATIENCE_GROWTH ** min(fruitless_restarts(view, policy), _MOST_GROWTHS)
     return policy.hang_patience_seconds * growth
 
 

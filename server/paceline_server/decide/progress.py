@@ -33,6 +33,7 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     ends_as: JobState | None = None  # final job state of a `stop` action
     target_step: int | None = None
     highest_step: int | None = None  # finished by the generation that ends
+    has_saved: bool = False  # the same for `JobView.has_saved`
     saved_step: int | None = None  # steps completed in the checkpoint that it stops after
     saved_before: int | None = None  # the newest checkpoint when the wait began
     last_step: int = 0  # after which the wait is given up

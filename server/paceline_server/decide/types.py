@@ -210,6 +210,7 @@ class Restarted(msgspec.Struct, frozen=True):
     at_ns: int
     highest_step: int | None  # highest step of the job until then
     node: str | None = None  # the node to blame
+    has_saved: bool = False  # whether the generation that it ended had (`JobView.has_saved`)
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +231,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     command_errors: dict[int, str] = {}  # and why those that failed did, as the agent reports it
     highest_step: int | None = None  # finished by all ranks, over all generations
     checkpoint_step: int | None = None  # newest step that every rank reported as committed
+    saved_step: int | None = None  # the same, reported by the ranks of this generation
     first_step: int | None = None  # first step that all ranks of this generation finished
     # Start and end of the recent steps of this generation, the newest last.
     step_times: Mapping[int, tuple[int, int]] = {}
@@ -254,6 +256,15 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
         """
         steps = [rank.step for rank in self.ranks if rank.step is not None]
         return min(steps) if steps and len(steps) == len(self.ranks) else self.highest_step
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether this generation has saved a checkpoint after a step of its own.
+
+        A checkpoint that it resumed from is not newer than its first step.
+        """
+        saved, first = self.saved_step, self.first_step
+        return saved is not None and first is not None and saved > first
 
 
 class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,6 +56,7 @@ def _view(
         command_errors=dict(snapshot.command_errors),
         highest_step=columns.highest_step,
         checkpoint_step=columns.checkpoint_step,
+        saved_step=outcome.saved_step,
         first_step=outcome.first_step,
         step_times=outcome.step_times,
         experience=columns.experience,

@@ -305,11 +305,13 @@ def _assign_nodes(
 
 
 def _restarted(job: JobRow, action: ActionView, now_ns: int) -> Restarted:
+    progress = progress_of(action)
     return Restarted(
         generation=job.generation,
         at_ns=now_ns,
         highest_step=job.highest_step,
-        node=progress_of(action).node,
+        node=progress.node,
+        has_saved=progress.has_saved,
     )
 
 

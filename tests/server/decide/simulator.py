@@ -105,6 +105,7 @@ class World:
         self.results: dict[int, bool] = {}
         self.highest_step: int | None = None
         self.checkpoint_step: int | None = None
+        self.saved_step: int | None = None  # the same, of this generation
         self.first_step: int | None = None  # the first that this generation finished
         self.step_times: dict[int, tuple[int, int]] = {}
         self.experience = Experience()
@@ -281,6 +282,7 @@ class World:
             },
             highest_step=self.highest_step,
             checkpoint_step=self.checkpoint_step,
+            saved_step=self.saved_step,
             first_step=self.first_step,
             step_times=dict(self.step_times),
             experience=self.experience,
@@ -369,7 +371,7 @@ class World:
             if self.checkpoint_step is not None and self.checkpoint_step < self._completed:
                 interval = self._completed - self.checkpoint_step
                 self.experience = replace(self.experience, checkpoint_interval_steps=interval)
-            self.checkpoint_step = self._completed
+            self.checkpoint_step = self.saved_step = self._completed
         if self._completed >= self.last_step:
             self._all_exit(commanded=False)
         else:
@@ -390,7 +392,7 @@ class World:
             )
             process.control = None
         if self.can_save and not cancels:
-            self.checkpoint_step = self._completed
+            self.checkpoint_step = self.saved_step = self._completed
             self._all_exit(commanded=True)
 
     def _all_exit(self, *, commanded: bool) -> None:
@@ -537,6 +539,7 @@ class World:
         if decision.generation is not None:
             self.generation = decision.generation
             self._completed = (self.checkpoint_step or 0) if self.resumes else 0
+            self.saved_step = self.checkpoint_step if self.resumes else None  # the one it loads
             self.first_step = None
             self.step_times = {}
             self._since_step_ns = 0

@@ -46,7 +46,7 @@ def view(highest_step: int | None, *before: int | None) -> JobView:
     ],
 )
 def test_a_restart_is_fruitless_if_no_new_step_was_finished(job: JobView, count: int) -> None:
-    assert fruitless_restarts(job) == count
+    assert fruitless_restarts(job, Policy()) == count
 
 
 @pytest.mark.parametrize(

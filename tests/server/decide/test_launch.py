@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from paceline_server.decide.progress import progress_of
 from paceline_server.decide.types import (
     Decision,
     JobView,
@@ -248,6 +249,7 @@ def test_steps_that_are_made_until_the_launcher_ends_the_ranks_count_as_lost(
     assert decided is not None
     assert reached is not None
     assert reached > decided + 1
+    assert progress_of(world.one_action("restart")).has_saved
     world.answer("restart", "done")
     world.relaunch()
     world.until_running(101)

@@ -234,3 +234,38 @@ def test_steps_counted_from_zero_after_a_restart_do_not_confuse_the_wait(world: 
     assert restart(world).is_waiting
     world.until_running(3)
     assert restart(world).state == "done"
+
+
+def crash_after(world: World, steps: int, generation: int) -> None:
+    """Crash rank 6 once the generation has finished so many steps; wait for what follows."""
+    world.until(lambda: world.ranks[0].step == steps)
+    world.crash(6)
+    world.until(lambda: world.generation == generation + 1 or world.state == "failed", 120.0)
+
+
+@pytest.mark.parametrize(("steps", "is_given_up"), [(EVERY + 3, False), (EVERY - 3, True)])
+def test_a_checkpoint_is_progress_of_a_script_that_counts_from_zero(
+    world: World, steps: int, is_given_up: bool
+) -> None:
+    world.policy = Policy(mode="auto", resumes="yes", quarantine_share=0.0)
+    world.resumes = False
+    for generation in range(1, 6):
+        if world.state != "failed":
+            crash_after(world, 2 * EVERY + 5 if generation == 1 else steps, generation)
+    assert (world.state == "failed") is is_given_up
+    assert len(world.restarts) == (3 if is_given_up else 5)
+
+
+@pytest.mark.parametrize(("declared", "resumes"), [("seen", False), ("yes", True)])
+def test_a_checkpoint_is_no_progress_of_a_script_that_may_not_resume_or_numbers_its_steps(
+    world: World, declared: str, resumes: bool
+) -> None:
+    world.policy = Policy(mode="auto", resumes=declared, quarantine_share=0.0)  # type: ignore[arg-type]
+    world.resumes = resumes
+    for generation in range(1, 6):
+        if world.state != "failed":
+            world.can_save = generation == 1 or not resumes
+            counts_on = resumes or generation == 1
+            crash_after(world, (2 if counts_on else 1) * EVERY + 5, generation)
+    assert world.state == "failed"
+    assert "the last 3 restarts made no progress" in world.one_action("stop").reason

@@ -51,7 +51,12 @@ def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, det
     """Begin the phase; `detail`: a sentence about how the phase before ended."""
     view, launch = draft.view, draft.view.launch
     assert launch is not None, "only a job that a launcher owns has this phase"
-    progress = replace(progress, known_step=view.checkpoint_step, highest_step=view.current_step)
+    progress = replace(
+        progress,
+        known_step=view.checkpoint_step,
+        highest_step=view.current_step,
+        has_saved=view.has_saved,
+    )
     action = replace(action, exclude_nodes=sorted(excluded_nodes(draft, action)))
     quarantine_excluded(draft, action)
     detail = f"{detail} {launch.launcher.capitalize()} restarts job {launch.job}.".strip()
@@ -64,7 +69,8 @@ def advance_launch(draft: Draft, action: ActionView) -> None:
     progress = progress_of(action)
     if draft.generation == action.generation and progress.highest_step != draft.view.current_step:
         # The ranks train on until the launcher ends them.
-        progress = replace(progress, highest_step=draft.view.current_step)
+        reached, has_saved = draft.view.current_step, draft.view.has_saved
+        progress = replace(progress, highest_step=reached, has_saved=has_saved)
         action = set_progress(draft, action, progress)
     result = launch_result(draft, action, "restart")
     if can_be_withdrawn(action, result) and _trains_again(draft, action):

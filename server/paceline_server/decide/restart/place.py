@@ -74,6 +74,7 @@ def advance_place(draft: Draft, action: ActionView) -> None:
         at_ns=draft.now_ns,
         highest_step=draft.view.highest_step,
         node=progress.node,
+        has_saved=draft.view.has_saved,
     )
     progress = replace(progress, highest_step=draft.view.current_step)
     draft.experience = remember(draft, action.action_id, progress)
@@ -82,7 +83,7 @@ def advance_place(draft: Draft, action: ActionView) -> None:
 
 def backoff_text(draft: Draft) -> str:
     """Return why the next generation does not start yet."""
-    count = fruitless_restarts(draft.view)
+    count = fruitless_restarts(draft.view, draft.policy)
     restarts = "the last restart" if count == 1 else f"the last {count} restarts"
     return f"Backing off: {restarts} made no progress."
 

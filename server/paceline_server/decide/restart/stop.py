@@ -58,7 +58,7 @@ def _may_renew(draft: Draft, action: ActionView, progress: ActionProgress) -> bo
         leaves_fault = finding.node is not None and finding.node in action.exclude_nodes
     else:
         leaves_fault = finding.kind == FAILURE.name or cannot_resume(finding.cause)
-    return leaves_fault and fruitless_restarts(draft.view) == 0
+    return leaves_fault and fruitless_restarts(draft.view, draft.policy) == 0
 
 
 def advance_stop_phase(draft: Draft, action: ActionView) -> None:
