@@ -92,8 +92,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1,
-            description="Largest share of the nodes that may be quarantined; one node always may, "
-            "unless it is 0. It limits what a wrong verdict can cost.",
+            description="Largest share of the nodes that may be quarantined, of those that "
+            "respond; one always may, unless it is 0. It limits what a wrong verdict can cost.",
         ),
     ] = 0.34
     maintenance_windows: Annotated[

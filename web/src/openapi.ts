@@ -1688,7 +1688,7 @@ export interface components {
                  */
                 planned_restart_windows: string[];
                 /**
-                 * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
+                 * @description Largest share of the nodes that may be quarantined, of those that respond; one always may, unless it is 0. It limits what a wrong verdict can cost.
                  * @default 0.34
                  */
                 quarantine_share: number;
@@ -1937,7 +1937,7 @@ export interface components {
                  */
                 planned_restart_windows: string[];
                 /**
-                 * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
+                 * @description Largest share of the nodes that may be quarantined, of those that respond; one always may, unless it is 0. It limits what a wrong verdict can cost.
                  * @default 0.34
                  */
                 quarantine_share: number;
@@ -2678,7 +2678,7 @@ export interface components {
                  */
                 planned_restart_windows: string[];
                 /**
-                 * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
+                 * @description Largest share of the nodes that may be quarantined, of those that respond; one always may, unless it is 0. It limits what a wrong verdict can cost.
                  * @default 0.34
                  */
                 quarantine_share: number;
@@ -2912,7 +2912,7 @@ export interface components {
                  */
                 planned_restart_windows: string[];
                 /**
-                 * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
+                 * @description Largest share of the nodes that may be quarantined, of those that respond; one always may, unless it is 0. It limits what a wrong verdict can cost.
                  * @default 0.34
                  */
                 quarantine_share: number;
