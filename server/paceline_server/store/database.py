@@ -252,7 +252,8 @@ def alembic_config(connection: Connection) -> Config:
     """Return the migration settings for a connection."""
     config = Config()
     directory = resources.files("paceline_server.store") / "migrations"
-    config.set_main_option("script_location", str(directory))
+    # In the configuration of Alembic, a percent sign begins a reference.
+    config.set_main_option("script_location", str(directory).replace("%", "%%"))
     config.attributes["connection"] = connection
     return config
 

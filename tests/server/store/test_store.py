@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from importlib import resources
+from pathlib import Path
 
 import pytest
 import sqlalchemy.exc
@@ -16,7 +18,7 @@ from paceline_server.settings import Settings
 from paceline_server.store import audit
 from paceline_server.store.changes import changes_after, prune_changes, record_change
 from paceline_server.store.commands import reserve_command_ids
-from paceline_server.store.database import UNAVAILABLE, Database, WriteQueue
+from paceline_server.store.database import UNAVAILABLE, Database, WriteQueue, alembic_config
 from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held, release
 from paceline_server.store.log import LogSizes, append, drop_log, newest_to_drop, read_log_part
 from paceline_server.store.models import AuditRow, Base, BootRow, HotLogRow, JobRow
@@ -32,6 +34,13 @@ def test_migrations_create_the_schema_of_the_models(database: Database) -> None:
 
 def test_migration_is_idempotent(database: Database) -> None:
     database.migrate()
+
+
+def test_the_server_may_be_installed_below_any_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path("/workspace/feature%2Frestart")
+    monkeypatch.setattr(resources, "files", lambda _: place)
+    config = alembic_config(None)  # type: ignore[arg-type]
+    assert config.get_main_option("script_location") == str(place / "migrations")
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
