@@ -5,9 +5,9 @@ one, when the server has found out why its ranks ended. It is no child of a comm
 session, so neither Ctrl-C nor a `wait` of a command reaches it. It reports over its standard
 output, a pipe: "ready" once ranks find the agent, or a sentence that says why not.
 
-Each command is registered as a file in the directory `watch` of the user's state. The lock of that
-directory is held while commands are registered and while the agent ends, so that no command relies
-on an agent that is about to end.
+Each command is registered as a file in a directory of the node, below the user's state, which also
+has the agent's spool and the logs. The lock of that directory is held while commands are registered
+and while the agent ends, so that no command relies on an agent that is about to end.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def free_port(wanted: int) -> int:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of the directory `watch`."""
+    """Hold the lock of the node's directory."""
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -119,7 +119,7 @@ def main(node_directory: Path, logs: Path, agent: list[str], server: list[str]) 
 
     Args:
         node_directory: of the agent.
-        logs: the directory `watch`.
+        logs: the node's directory, as in `locked`.
         agent: command of the agent.
         server: command of the server; may be empty.
     """

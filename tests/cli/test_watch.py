@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from paceline_cli import companions
 from paceline_cli.commands import watch as command
 from paceline_cli.companions import LINGER_SECONDS
 from paceline_wire.node_directory import MEMORY, RINGS, is_in_use
@@ -122,6 +123,31 @@ def test_one_of_several_agents_has_to_be_chosen(
         command._prepare({}, "http://127.0.0.1:9", None, chosen=True)
     chosen = {"PACELINE_RING_DIRECTORY": "/other/rings"}
     assert "/other/rings" in command._prepare(chosen, "http://127.0.0.1:9", None, chosen=True)
+
+
+def test_nodes_with_one_home_directory_share_neither_commands_nor_spool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[list[str]] = []
+
+    def launch(arguments: list[str], _: dict[str, str]) -> int:
+        launched.append(arguments)
+        read, write = os.pipe()
+        os.write(write, b"ready\n")
+        os.close(write)
+        return read
+
+    monkeypatch.setenv("PACELINE_STATE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(command, "rings_of_running_agents", list)
+    monkeypatch.setattr(companions, "launch", launch)
+    for host in ("node-1", "node-2"):
+        monkeypatch.setattr(command, "gethostname", lambda host=host: host)
+        command._prepare({}, "http://127.0.0.1:9", None, chosen=True)
+    one, other = ({word for word in words if str(tmp_path) in word} for words in launched)
+    assert len(one) == 2, "the directory and the spool"
+    assert not one & other
+    registered = {path.parent for path in tmp_path.rglob(str(os.getpid()))}
+    assert len(registered) == 2
 
 
 def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from socket import gethostname
 
 import click
 import httpx
@@ -83,7 +84,8 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
         if not given:
             raise NotRecordedError(f"{RING_DIRECTORY} is empty, which turns the hooks off")
         return f"recorded by the agent with the rings {given}"
-    logs = state_directory(os.environ) / "watch"
+    # One for each node, because nodes often share the home directory.
+    logs = state_directory(os.environ) / "watch" / gethostname()
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     with companions.locked(logs):  # srun starts several tasks of one node at the same time
         companions.register(logs, os.getpid())
