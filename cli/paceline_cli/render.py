@@ -83,8 +83,19 @@ def cell(value: Any) -> str:
     """Return the text on one line, without control characters."""
     if value is None:
         return "-"
-    text = "".join(letter if letter.isprintable() else " " for letter in str(value))
-    return " ".join(text.split())
+    return " ".join(_printable(str(value)).split())
+
+
+def show_line(text: str, *, err: bool = False) -> None:
+    """Print one line without control characters; a text may quote the log of a job.
+
+    `err`: to standard error.
+    """
+    click.echo(_printable(text), err=err)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def ranges(numbers: Iterable[int]) -> str | None:
@@ -183,9 +194,9 @@ def show_stacks(stacks: dict[str, Any]) -> None:
     """Print a stack like a traceback of Python, the innermost frame first."""
     for thread in stacks["threads"]:
         holds = ", holds the GIL" if thread["holds_gil"] else ""
-        click.echo(f"Rank {stacks['rank']}, thread {thread['name']}{holds}:")
+        show_line(f"Rank {stacks['rank']}, thread {thread['name']}{holds}:")
         for frame in thread["frames"]:
-            click.echo(f"    {frame['function']}  {frame['file']}:{frame['line']}")
+            show_line(f"    {frame['function']}  {frame['file']}:{frame['line']}")
 
 
 def job_state(job: dict[str, Any]) -> str:

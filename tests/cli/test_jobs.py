@@ -33,6 +33,8 @@ def test_checkpoints_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     show_checkpoints({**JOB, "checkpoint_step": None})
     show_checkpoints({})  # an earlier server
     assert not capsys.readouterr().out
+    show_checkpoints({**JOB, "checkpoint_path": "/ckpt/\x1b[2J"})
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_efficiency_takes_two_lines(capsys: pytest.CaptureFixture[str]) -> None:

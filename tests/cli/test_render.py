@@ -29,3 +29,12 @@ def test_sizes_have_three_digits_and_no_exponent(value, text):
 )
 def test_numbers_have_no_exponent(value, text):
     assert render.number(value) == text
+
+
+def test_a_line_from_the_log_of_a_job_cannot_control_the_terminal(capsys):
+    render.show_line("Rank 3 ended: \x1b]0;title\x07 \x1b[31mboom\n  at é")
+    assert capsys.readouterr().out == "Rank 3 ended:  ]0;title   [31mboom   at é\n"
+    frame = {"function": "f\x1b[2J", "file": "a.py", "line": 1}
+    thread = {"name": "main\r", "holds_gil": False, "frames": [frame]}
+    render.show_stacks({"rank": 0, "threads": [thread]})
+    assert not {"\x1b", "\r"} & set(capsys.readouterr().out)

@@ -74,12 +74,14 @@ def show(ctx: click.Context, action: str, as_json: bool) -> None:
     if as_json:
         render.show_json(found)
         return
-    click.echo(found["reason"])
+    render.show_line(found["reason"])
     click.echo(f"{found['kind']} of generation {found['generation']}: {found['state']}")
     for phase in found["phases"]:
-        click.echo(f"  {render.clock(phase['started_at'])}  {phase['name']:<12} {phase['detail']}")
+        render.show_line(
+            f"  {render.clock(phase['started_at'])}  {phase['name']:<12} {phase['detail']}"
+        )
     if found["error"]:
-        click.echo(f"Error: {found['error']}")
+        render.show_line(f"Error: {found['error']}")
     server = server_option(ctx, client)
     reject = f"paceline actions reject {action}{server}"
     if found["state"] == "proposed":

@@ -137,26 +137,26 @@ def show(ctx: click.Context, incident: str, as_json: bool) -> None:
     if as_json:
         render.show_json(found)
         return
-    click.echo(found["summary"])
+    render.show_line(found["summary"])
     click.echo(f"{found['kind']}, {found['state']}, detected {render.clock(found['detected_at'])}")
     show_recovery(found.get("recovery"))  # an earlier server has none
     if found["speedup"] is not None:
         click.echo(f"Fixing it gives {found['speedup']:.2f}x (what-if replay).")
     if found["advice"]:
-        click.echo(f"Advice: {found['advice']}")
+        render.show_line(f"Advice: {found['advice']}")
     if found["causes"]:
         click.echo("Likely causes:")
         for cause in found["causes"]:
-            click.echo(f"  {render.likelihood(cause['likelihood']):>6}  {cause['name']}")
+            render.show_line(f"  {render.likelihood(cause['likelihood']):>6}  {cause['name']}")
     for title, key in (("Evidence", "evidence"), ("Against it", "counter_evidence")):
         if found[key]:
             click.echo(f"{title}:")
             for item in found[key]:
-                click.echo(f"  - {item['text']}")
+                render.show_line(f"  - {item['text']}")
     for stacks in found["stacks"]:
         render.show_stacks(stacks)
     for symptom in found["symptoms"]:
-        click.echo(f"Symptom: {symptom}")
+        render.show_line(f"Symptom: {symptom}")
     server = server_option(ctx, client)
     proposed = [
         action["id"]

@@ -107,12 +107,12 @@ def show(ctx: click.Context, job: str, as_json: bool) -> None:
     if as_json:
         render.show_json({**found, "ranks": ranks})
         return
-    click.echo(found["verdict"]["text"])
-    click.echo(_summary(found))
+    render.show_line(found["verdict"]["text"])
+    render.show_line(_summary(found))
     show_checkpoints(found)
     unrecorded = found.get("unrecorded_communication")  # a server of an earlier release has none
     if unrecorded and unrecorded not in found["verdict"]["text"]:
-        click.echo(unrecorded)
+        render.show_line(unrecorded)
     show_ledger(found["ledger"])
     show_efficiency(found.get("efficiency"))
     render.show_table(
@@ -185,7 +185,7 @@ def show_checkpoints(job: dict[str, Any]) -> None:
     if job["resumes"] is not None:
         resumed = "continued" if job["resumes"] else "did not continue"
         parts.append(f"the last restart {resumed} from the newest one")
-    click.echo(", ".join(parts))
+    render.show_line(", ".join(parts))
     if job.get("checkpoint_advice"):
         click.echo(job["checkpoint_advice"]["text"])
 
@@ -228,9 +228,9 @@ def show_efficiency(found: dict[str, Any] | None) -> None:
         ranks = scaling["base_ranks"]
         base = f"{ranks} rank{'s' if ranks > 1 else ''} ({scaling['base_job_id']})"
         parts.append(f"scaling {render.percent(scaling['efficiency_ratio'])} of {base}")
-    click.echo(f"last {found['steps']} steps: " + ", ".join(parts))
+    render.show_line(f"last {found['steps']} steps: " + ", ".join(parts))
     if found["mfu_unknown"] is not None:
-        click.echo(f"MFU unknown: {found['mfu_unknown']}")
+        render.show_line(f"MFU unknown: {found['mfu_unknown']}")
     memory = found["memory"]
     sizes = [
         f"{name} {render.size(memory[f'{name}_bytes'])}"
@@ -285,7 +285,7 @@ def stacks(client: Client, job: str, ranks: tuple[int, ...], timeout: float, as_
             render.show_stacks(answer["stacks"])
         else:
             why = answer["error"] or f"no answer within {timeout:g} s"
-            click.echo(f"Rank {answer['rank']}: {why}")
+            render.show_line(f"Rank {answer['rank']}: {why}")
 
 
 def _await_stacks(client: Client, path: str, deadline: float) -> Any:
@@ -324,13 +324,13 @@ def flight_recorder(client: Client, job: str, timeout: float, as_json: bool) -> 
 
 
 def _show_dumps(found: dict[str, Any]) -> None:
-    click.echo(found["text"])
+    render.show_line(found["text"])
     without: dict[str, list[int]] = {}
     for dump in found["dumps"]:
         if dump["error"]:
             without.setdefault(dump["error"], []).append(dump["rank"])
     for error, ranks in without.items():
-        click.echo(f"  rank{'s' if len(ranks) > 1 else ''} {render.ranges(ranks)}: {error}")
+        render.show_line(f"  rank{'s' if len(ranks) > 1 else ''} {render.ranges(ranks)}: {error}")
 
 
 @jobs.command()
