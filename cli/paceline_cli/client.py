@@ -26,6 +26,12 @@ _LISTED_BY = {
     "rank": "`paceline jobs show JOB` lists its ranks.",
 }
 
+_UNAVAILABLE = (502, 503, 504)  # also of a proxy in front of the server
+
+
+class ServerUnavailable(click.ClickException):
+    """A server that cannot be reached or cannot respond now: a later request may succeed."""
+
 
 def _tls_context(server: str, environment: Mapping[str, str]) -> ssl.SSLContext | bool:
     """Return the TLS context: how to check the server's certificate, and the client certificate."""
@@ -135,7 +141,7 @@ class Client:
         try:
             response = self._http.request(method, quote(path), **options)
         except httpx.TransportError as error:
-            raise click.ClickException(
+            raise ServerUnavailable(
                 f"no answer from {self.server} ({error}). Is `paceline server` running there? "
                 "Name another with --server or PACELINE_SERVER."
             ) from error
@@ -155,15 +161,21 @@ class Client:
             hint = " Give one with --token or PACELINE_TOKEN."
         elif named := re.match(r"There is no (\w+) ", detail):
             hint = f" {_LISTED_BY[named[1]]}" if named[1] in _LISTED_BY else ""
-        return click.ClickException(f"the server answered {response.status_code}: {detail}{hint}")
+        return _error(response, f"the server answered {response.status_code}: {detail}{hint}")
 
     def _strange(self, response: httpx.Response) -> click.ClickException:
         kind = response.headers.get("content-type", "no content type")
-        return click.ClickException(
+        return _error(
+            response,
             f"{self.server} answered {response.status_code} with {kind}, not as `paceline server` "
             "does. Is something else at this address? Name another with --server or "
-            "PACELINE_SERVER."
+            "PACELINE_SERVER.",
         )
+
+
+def _error(response: httpx.Response, message: str) -> click.ClickException:
+    kind = ServerUnavailable if response.status_code in _UNAVAILABLE else click.ClickException
+    return kind(message)
 
 
 def _local_token(server: str) -> str | None:

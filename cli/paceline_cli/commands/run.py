@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from paceline_cli import render
-from paceline_cli.client import Client
+from paceline_cli.client import Client, ServerUnavailable
 from paceline_cli.client_group import server_option
 from paceline_cli.options import Seconds, json_option, server_options
 from paceline_wire.commands import PRELOAD
@@ -130,7 +130,7 @@ def run(
         except KeyboardInterrupt:
             stop = f"paceline jobs stop {job['id']}{server_option(ctx, client)}"
             click.echo(f"\nThe job continues; end it with: {stop}", err=True)
-            return
+            sys.exit(1)
     if as_json:
         render.show_json(ended)
     if ended["state"] != "finished":
@@ -182,13 +182,20 @@ def _preloaded(modules: tuple[str, ...], command: tuple[str, ...]) -> str:
 
 
 def _follow(client: Client, job_id: str) -> dict[str, object]:
-    """Print the job's changes until it has ended. Return its last state."""
+    """Print the job's changes until it has ended. Return its last state.
+
+    The job continues without the server, so one that is unavailable is asked again.
+    """
     shown = ""
     while True:
-        job: dict[str, object] = client.get(f"/jobs/{job_id}")
-        line = describe(job)
+        job: dict[str, object] = {"state": None}
+        try:
+            job = client.get(f"/jobs/{job_id}")
+            line = describe(job)
+        except ServerUnavailable as error:
+            line = f"The state of the job is not known, trying again: {error.message}"
         if line != shown:
-            click.echo(line, err=True)
+            render.show_line(line, err=True)
             shown = line
         if job["state"] in ENDED:
             return job
