@@ -111,3 +111,9 @@ it("calls no rank running that has ended", () => {
   expect(state({ state: "assigned", status: null })).toBe("assigned");
   expect(heatmap.stateOf({ state: "started" } as GridCell, undefined)).toBe("started");
 });
+
+it("is no larger than a canvas may be, for 10,000 replicas on a fine screen", () => {
+  const large = heatmap.geometry({ dp: 10_000, pp: 1, tp: 1 }, 480, 360);
+  expect(large.width * heatmap.resolution(large, 2)).toBeLessThanOrEqual(16_384);
+  expect(heatmap.resolution(heatmap.geometry({ dp: 512, pp: 1, tp: 8 }, 480, 360), 2)).toBe(2);
+});

@@ -10,6 +10,8 @@ export type Axes = Pick<Topology, "dp" | "pp" | "tp">;
  * so many more replicas than model cells that the map would be narrow and tall; then the axes are
  * swapped.
  */
+const LARGEST_CANVAS = 16_384; // pixels per side, in Safari; others draw more
+
 export interface Geometry {
   topology: Axes;
   turned: boolean;
@@ -68,6 +70,14 @@ export function geometry(topology: Axes, width: number, height: number): Geometr
 function cell(shape: Geometry, place: Place): [column: number, row: number] {
   const model = place.pp_rank * shape.topology.tp + place.tp_rank;
   return shape.turned ? [place.dp_rank, model] : [model, place.dp_rank];
+}
+
+/**
+ * Pixels of the canvas for each CSS pixel: those of the screen, or fewer if the canvas would be larger than browsers
+ * draw. It stays empty then.
+ */
+export function resolution({ width, height }: Geometry, ofScreen: number): number {
+  return Math.min(ofScreen, LARGEST_CANVAS / Math.max(width, height));
 }
 
 export function box(shape: Geometry, place: Place): Box {

@@ -12,7 +12,14 @@ import click
 from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import ClientGroup, server_option
-from paceline_cli.options import OutputFile, ResourceId, json_option, server_options, steps_option
+from paceline_cli.options import (
+    OutputFile,
+    ResourceId,
+    Seconds,
+    json_option,
+    server_options,
+    steps_option,
+)
 from paceline_cli.trace import fetch_trace
 
 # py-spy takes up to 5 s on a busy machine; PyTorch polls its pipe once a second.
@@ -42,7 +49,7 @@ MEMORY_PARTS = (
 
 timeout_option = click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=ANSWER_SECONDS,
     show_default=True,
     metavar="SECONDS",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -402,6 +403,8 @@ def test_a_checkpoint_with_more_than_the_script_has_is_refused(tmp_path: Path) -
 def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="scheduler must be a module"):
         paceline.Checkpoints(tmp_path, scheduler=object())
+    with pytest.raises(TypeError, match="got SystemRandom"):
+        paceline.Checkpoints(tmp_path, order=random.SystemRandom())
     with pytest.raises(ValueError, match="every must be"):
         paceline.Checkpoints(tmp_path, every=-1)
     with pytest.raises(ValueError, match="Paceline's own"):

@@ -53,7 +53,8 @@ class OwnGenerator:
         """Return whether an object is such a generator."""
         numpy = sys.modules.get("numpy")
         is_numpy = numpy is not None and isinstance(value, numpy.random.Generator)
-        return is_numpy or isinstance(value, random.Random)
+        is_python = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
+        return is_numpy or is_python
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state."""

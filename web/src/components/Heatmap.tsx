@@ -249,7 +249,7 @@ function paint(
   grid: Grid,
   chosen: heatmap.Place | null,
 ): void {
-  const ratio = devicePixelRatio;
+  const ratio = heatmap.resolution(shape, devicePixelRatio);
   canvas.width = Math.round(shape.width * ratio);
   canvas.height = Math.round(shape.height * ratio);
   const context = canvas.getContext("2d");
