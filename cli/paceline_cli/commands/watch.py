@@ -84,7 +84,7 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
         if not given:
             raise NotRecordedError(f"{RING_DIRECTORY} is empty, which turns the hooks off")
         return f"recorded by the agent with the rings {given}"
-    # One for each node, because nodes often share the home directory.
+    # One for each node, because nodes often share the home directory. SQLite cannot be shared.
     logs = state_directory(os.environ) / "watch" / gethostname()
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     with companions.locked(logs):  # srun starts several tasks of one node at the same time
@@ -133,7 +133,7 @@ def _start(
     if needs_server:
         port = companions.free_port(SERVER_PORT)
         server = f"http://127.0.0.1:{port}"
-        database = f"sqlite:///{state_directory(os.environ) / 'watch.db'}"
+        database = f"sqlite:///{logs / 'watch.db'}"
         server_command = [*run, "server", "--port", str(port), "--database-url", database]
     agent_command = [
         *(*run, "agent", "--server", server, "--node-directory", str(directory)),
