@@ -91,6 +91,14 @@ def test_batches_without_a_shape_are_given_up() -> None:
     assert counter.samples == 0
 
 
+def test_batches_of_several_structures_are_all_counted() -> None:
+    counter = BatchCounter()
+    for _ in range(2 * MOST_FAILURES):
+        for batch in ({"input_ids": IDS}, (IDS, IDS), "text"):
+            counter.add(batch)
+    assert counter.samples == 4 * MOST_FAILURES * len(IDS)
+
+
 def test_a_loop_is_counted_and_measured_without_a_changed_line(reader: RingReader) -> None:
     network = model()
     optimizer = torch.optim.AdamW(network.parameters())

@@ -35,18 +35,13 @@ class BatchCounter:
         if self._is_given or self._failures >= MOST_FAILURES:
             return
         try:
-            path = self._path
-            if path is None:
-                path = self._learn(batch)
-            for key in path:
-                batch = batch[key]
-            shape = batch.shape
-            tokens = shape[0] * shape[1] if self._has_tokens else 0
-            self.samples += shape[0]
-            self.tokens += tokens
+            samples, tokens = self._count(batch)
         except Exception:
-            self._path = None
-            self._failures += 1
+            self._failures += 1  # in a row
+            return
+        self._failures = 0
+        self.samples += samples
+        self.tokens += tokens
 
     def give(self, samples: int | None, tokens: int | None) -> None:
         """Add what the script counted in the open step."""
@@ -61,10 +56,26 @@ class BatchCounter:
         """Begin another step."""
         self.samples = self.tokens = 0
 
+    def _count(self, batch: Any) -> tuple[int, int]:
+        """Return samples and tokens. Raises an error if the batch has no tensor with a shape."""
+        if self._path is not None:
+            try:
+                return self._count_at(self._path, batch)
+            except Exception:
+                self._path = None  # the batch has another structure than the one before
+        path = self._path = self._learn(batch)
+        return self._count_at(path, batch)
+
+    def _count_at(self, path: tuple[Any, ...], batch: Any) -> tuple[int, int]:
+        for key in path:
+            batch = batch[key]
+        shape = batch.shape
+        return shape[0], shape[0] * shape[1] if self._has_tokens else 0
+
     def _learn(self, batch: Any) -> tuple[Any, ...]:
         """Find the counted tensor. Raises LookupError if the batch has no tensor with a shape."""
         path, tensor = _find(batch, 0)
-        self._path, self._has_tokens = path, _is_tokens(tensor)
+        self._has_tokens = _is_tokens(tensor)
         name = f'"{path[-1]}"' if path and isinstance(path[-1], str) else "first tensor"
         what = "samples and tokens" if self._has_tokens else "samples"
         self.source = f"{what} from the {name} of each batch"[:100]
