@@ -64,7 +64,8 @@ log = logging.getLogger(__name__)
 
 STATE_SECONDS = 0.5
 RECORDS_PER_BLOCK = 1 << 14
-# until a rejected claim is checked again: it is valid once another job has ended
+# until a file that could not be read is tried again, and a rejected claim, which is valid once
+# another job has ended
 REFUSED_SECONDS = 10.0
 NO_PID = 0  # the pid of no process
 REFUSED_KEPT = 4096  # rejected files that are not examined again until they change

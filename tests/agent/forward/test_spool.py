@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -18,6 +17,7 @@ from paceline_agent.forward.server_link import HttpAnswer, ServerLink
 from paceline_agent.forward.spool import Spool
 from paceline_wire.batch import Batch, DeviceEvent, Sample, SpanBlock, decode
 from paceline_wire.spans import RECORD_BYTES, to_columns
+from tests.open_files import no_free_descriptors
 
 LIMIT = 1 << 20
 HOUR_NS = 3600 * 10**9
@@ -275,17 +275,12 @@ def test_a_batch_stays_while_the_process_has_no_file_descriptor_left(
             sent.append(decode(body).sequence)
             return HttpAnswer(200, {}, b'{"status": "stored", "sequence": 0}')
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
     async def forward() -> None:
         forwarder = Forwarder(cast("ServerLink", Link()), spool, lambda: None, lambda: None)
         running = asyncio.create_task(forwarder.run())
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        with no_free_descriptors():
             for _ in range(100):
                 await asyncio.sleep(0)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert (sent, forwarder.counts.retries) == ([0], 1), "the slot is open"
         while len(spool):
             await asyncio.sleep(0.01)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -38,6 +36,7 @@ from paceline_wire.metadata import SLURM_JOB
 from paceline_wire.ring import Identity, RingFile, SectionDefinition
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
 from paceline_wire.topology import Coordinates, Topology
+from tests.open_files import no_free_descriptors
 from tests.waiting import wait_for
 
 
@@ -201,18 +200,8 @@ def test_a_ring_that_could_not_be_opened_for_lack_of_descriptors_is_attached_lat
     rings = Rings(tmp_path, Outbox())
     rings.supervise(RankKey("job", 0, 0), os.getuid())
     Writer(tmp_path)
-    open_files = []
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                open_files.append(os.open(tmp_path, os.O_RDONLY))
+    with no_free_descriptors():
         rings.poll()
-    finally:
-        for descriptor in open_files:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(rings) == 0
     rings.poll()
     assert len(rings) == 1

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import errno
-import resource
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -50,23 +47,6 @@ def refusing() -> Path:
         if error.errno == errno.EINVAL:
             return path
     pytest.skip(f"{path} can be read here")
-
-
-@pytest.fixture
-def without_descriptors() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which no file can be opened (EMFILE)."""
-
-    @contextlib.contextmanager
-    def exhausted() -> Iterator[None]:
-        soft, hard = resource_limits(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-    resource_limits = resource.getrlimit  # a test may replace it
-    return exhausted
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from paceline_agent.collect.collectors.nic import NicCollector
+from tests.open_files import no_free_descriptors
 
 SECOND_NS = 1_000_000_000
 ETH0 = {
@@ -122,13 +123,11 @@ def test_a_lost_carrier_is_one_event(context, eth0):
     assert [event.kind for event in collector.collect(4).events] == ["link_up"]
 
 
-def test_a_link_is_not_down_for_lack_of_file_descriptors(
-    context, eth0, monkeypatch, without_descriptors
-):
+def test_a_link_is_not_down_for_lack_of_file_descriptors(context, eth0, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (0, 0))  # keep no file open
     collector = NicCollector(context)
     collector.collect(1)
-    with without_descriptors():
+    with no_free_descriptors():
         assert collector.collect(2).events == []
         assert collector.collect(1 + 6 * SECOND_NS).events == []
     (eth0 / "carrier").write_text("0\n")

@@ -10,6 +10,7 @@ import pytest
 
 from paceline_agent.collect.collectors.rdma import RdmaCollector
 from paceline_agent.collect.contract import CollectorUnavailable
+from tests.open_files import no_free_descriptors
 
 HOUR_NS = 3_600 * 1_000_000_000
 PORT = "device=mlx5_1,port=1"
@@ -97,12 +98,10 @@ def test_a_port_that_goes_down_is_an_event(context, infiniband):
     assert [event.kind for event in collector.collect(4).events] == ["link_up"]
 
 
-def test_a_port_is_not_down_for_lack_of_file_descriptors(
-    context, infiniband, series, without_descriptors
-):
+def test_a_port_is_not_down_for_lack_of_file_descriptors(context, infiniband, series):
     collector = RdmaCollector(context)
     before = series(collector.collect(1))
-    with without_descriptors():
+    with no_free_descriptors():
         during = collector.collect(1 + 31 * 1_000_000_000)
     assert (during.events, series(during)) == ([], before)
 
