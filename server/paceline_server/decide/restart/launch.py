@@ -28,7 +28,13 @@ from paceline_server.decide.restart.place import (
     quarantine_excluded,
 )
 from paceline_server.decide.restart.start import OBSERVES, fail_start
-from paceline_server.decide.types import ActionView, LaunchKind, LaunchRequest, LaunchResult
+from paceline_server.decide.types import (
+    ActionView,
+    JobView,
+    LaunchKind,
+    LaunchRequest,
+    LaunchResult,
+)
 
 
 def request_launch(draft: Draft, action: ActionView, kind: LaunchKind) -> None:
@@ -51,12 +57,7 @@ def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, det
     """Begin the phase; `detail`: a sentence about how the phase before ended."""
     view, launch = draft.view, draft.view.launch
     assert launch is not None, "only a job that a launcher owns has this phase"
-    progress = replace(
-        progress,
-        known_step=view.checkpoint_step,
-        highest_step=view.current_step,
-        has_saved=view.has_saved,
-    )
+    progress = replace(_with_reached(progress, view), known_step=view.checkpoint_step)
     action = replace(action, exclude_nodes=sorted(excluded_nodes(draft, action)))
     quarantine_excluded(draft, action)
     detail = f"{detail} {launch.launcher.capitalize()} restarts job {launch.job}.".strip()
@@ -67,11 +68,10 @@ def enter_launch(draft: Draft, action: ActionView, progress: ActionProgress, det
 def advance_launch(draft: Draft, action: ActionView) -> None:
     """Continue with `observe` once the launcher runs the job again and all ranks were found."""
     progress = progress_of(action)
-    if draft.generation == action.generation and progress.highest_step != draft.view.current_step:
+    reached = _with_reached(progress, draft.view)
+    if draft.generation == action.generation and progress != reached:
         # The ranks train on until the launcher ends them.
-        reached, has_saved = draft.view.current_step, draft.view.has_saved
-        progress = replace(progress, highest_step=reached, has_saved=has_saved)
-        action = set_progress(draft, action, progress)
+        progress, action = reached, set_progress(draft, action, reached)
     result = launch_result(draft, action, "restart")
     if can_be_withdrawn(action, result) and _trains_again(draft, action):
         if progress.checkpoint_commands and not progress.cancel_commands:
@@ -107,6 +107,11 @@ def advance_launch(draft: Draft, action: ActionView) -> None:
     elif draft.now_ns > progress.deadline_ns:
         seconds = draft.policy.start_timeout_seconds
         fail_start(draft, action, f"{result.detail} Not all ranks were found in {seconds:.0f} s.")
+
+
+def _with_reached(progress: ActionProgress, view: JobView) -> ActionProgress:
+    """Return the progress with how far this generation has got."""
+    return replace(progress, highest_step=view.current_step, has_saved=view.has_saved)
 
 
 def can_be_withdrawn(action: ActionView, result: LaunchResult) -> bool:

@@ -287,7 +287,8 @@ class ExitDetector(Detector):
             return self._mismatch(culprit, verdict, observation)
         killed = self._oom_kills.find(culprit, observation)
         self._is_out_of_memory = killed is not None
-        cause = cause_of(event) if killed is None else OUT_OF_MEMORY
+        reported = cause_of(event)
+        cause = reported if killed is None else OUT_OF_MEMORY
         quote = error_line(event.log_tail)
         evidence = [
             Evidence(
@@ -317,9 +318,9 @@ class ExitDetector(Detector):
         if lost := self._lost_connections(culprit):
             rank, together, node = None, lost, None
             first = "Connections between ranks broke before any rank ended"
-            if names_timeout(cause_of(event)):
+            if names_timeout(reported):
                 first = "A collective timed out before any rank ended"
-            elif names_missing_connection(cause_of(event)):
+            elif names_missing_connection(reported):
                 first = "A rank could not connect to the others"
             if has_aborted_itself(culprit):
                 first = f"R{ranks_text(lost)[1:]} aborted together"
