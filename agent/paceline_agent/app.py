@@ -20,7 +20,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
-from paceline_agent import own_directory
+from paceline_agent import open_files, own_directory
 from paceline_agent.clock import stepped_ns, timeline_ns, until_next
 from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.contract import Collected, Context, Inventory
@@ -63,6 +63,7 @@ _M_ARENA_MAX = -8  # malloc.h
 def run(settings: AgentSettings) -> int:
     """Run an agent until SIGTERM or SIGINT. Return the exit status."""
     _share_heap()
+    open_files.raise_limit()
     try:
         asyncio.run(_until_signalled(settings))
     except AgentError as error:

@@ -33,6 +33,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -58,6 +59,7 @@ _SWEEP_SECONDS = 0.02  # between two checks whether killed processes are gone
 _PRELOAD = "PACELINE_PRELOAD"  # paceline_wire.commands.PRELOAD
 _FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
 _FORK_SECONDS = 2.0  # tens of milliseconds are usual
+_EXEC_SECONDS = 1.0  # tens of milliseconds are usual, unless a file system is stuck
 _IDLE_SECONDS = 900.0  # how long a fork server without ranks is kept for the next generation
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _FLAGS = re.compile(r"-[bBEIOPsSuv]+|-[WX].+")
@@ -491,23 +493,33 @@ class Guard:
 
 
 def _spawn(message: dict[str, Any], agent_pid: int) -> int:
-    """Fork and execute. Raises OSError if the program could not be executed."""
+    """Fork and execute. Raises OSError if the program could not be executed.
+
+    After `_EXEC_SECONDS` the process is a rank even so: its directory or program is on a file
+    system that is stuck, and the other ranks of this node are not to wait for it.
+    """
     guard = os.getpid()
     readable, writable = os.pipe()  # closed by a successful exec
     pid = os.fork()
     if not pid:
         try:
+            os.close(readable)
             allow_tracing_by(agent_pid)
             _become_rank(message, guard)
         except BaseException as error:
             code = error.errno if isinstance(error, OSError) else None
             text = str(error).removeprefix(f"[Errno {code}] ")
-            os.write(writable, json.dumps([code, text]).encode())
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+            try:
+                os.write(writable, json.dumps([code, text]).encode())
+            except BrokenPipeError:  # too late: it ends as a rank, and its log has the reason
+                os.write(2, f"paceline: {text}\n".encode())
         finally:
             os._exit(127)
     os.close(writable)
     with open(readable, "rb") as pipe:
-        failure = pipe.read()
+        answered, _, _ = select.select([pipe], [], [], _EXEC_SECONDS)
+        failure = pipe.read() if answered else b""
     if failure:
         os.waitpid(pid, 0)
         code, text = json.loads(failure)
@@ -696,6 +708,8 @@ def _watch(pid: int, poll: select.poll) -> int | None:
 def main(arguments: list[str]) -> None:
     descriptor, agent_pid = int(arguments[0]), int(arguments[1])
     grace_seconds, path = float(arguments[2]), arguments[3]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(arguments[4]), hard))  # the agent raised it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent handles Ctrl-C
     os.set_inheritable(descriptor, False)
     sentinel = os.getpid()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline_agent import open_files
 from paceline_agent.errors import GuardLostError
 from paceline_agent.supervise import guard
 
@@ -77,7 +78,7 @@ class GuardLink:
         with theirs:
             descriptor = theirs.fileno()
             arguments = [str(descriptor), str(os.getpid()), str(self._grace_seconds)]
-            arguments.append(str(self._socket_path))
+            arguments += [str(self._socket_path), str(open_files.OF_RANKS)]
             # -I -S: site-packages and the environment cannot slow or break it.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARD), *arguments],

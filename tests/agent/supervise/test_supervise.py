@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline_agent.supervise import guard
 from paceline_agent.supervise.guard import descendants
 from paceline_wire.batch import AgentHello, CommandResult, RankAttached, RankExited, RankStarted
 from tests.agent.command_factory import guard_pids, marker, start_ranks, stop
@@ -32,6 +34,42 @@ time.sleep(600)
 """
 
 Fixture = Callable[..., Any]
+
+
+@pytest.fixture
+def few_open_files() -> Iterator[int]:
+    """Lower the soft limit of open files of this process and those that it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (900, hard))
+    yield 900
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_agent_may_open_more_files_than_it_was_allowed_and_its_ranks_may_not(
+    few_open_files: int, start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
+) -> None:
+    agent = start_agent()
+    wait_for(lambda: server.events(AgentHello))
+    assert resource.prlimit(agent.pid, resource.RLIMIT_NOFILE)[0] > few_open_files
+    order(start_ranks("import resource as r; print(r.getrlimit(r.RLIMIT_NOFILE)[0])"))
+    wait_for(lambda: server.events(RankExited))
+    assert server.events(RankExited)[0].log_tail == str(few_open_files)
+
+
+@pytest.mark.parametrize(
+    ("program", "logged"), [("echo", b"trained\n"), ("/nothing", b"paceline: No such file")]
+)
+def test_a_rank_whose_file_system_is_stuck_does_not_stop_the_guard(
+    tmp_path: Path, program: str, logged: bytes
+) -> None:
+    log = tmp_path / "log"
+    os.mkfifo(log)  # blocks the process that opens it, as a server of NFS that is gone does
+    start = {"argv": [program, "trained"], "environment": dict(os.environ)}
+    pid = guard._spawn({**start, "log": str(log), "directory": None}, os.getpid())
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    with log.open("rb") as works_again:
+        assert works_again.read().startswith(logged)
+    os.waitpid(pid, 0)
 
 
 def test_a_rank_gets_its_environment_and_its_output_is_kept(
