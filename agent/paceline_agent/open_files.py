@@ -7,7 +7,7 @@ from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
 
 _ENOUGH = 1 << 16  # rings of ranks, files of sysfs that are kept open, sockets
 
-OF_RANKS, _ = getrlimit(RLIMIT_NOFILE)  # of this process as it was started
+OF_RANKS, _ = getrlimit(RLIMIT_NOFILE)  # the limit with which this process was started
 
 
 def raise_limit() -> None:

@@ -56,6 +56,7 @@ _CREDENTIALS = struct.Struct("iII")  # ucred: pid, uid, gid
 _SOCKET_PATH_BYTES = 107  # sockaddr_un
 _SWEEP_SECONDS = 0.02  # between two checks whether killed processes are gone
 
+_OOM_SCORE = "/proc/self/oom_score_adj"
 _PRELOAD = "PACELINE_PRELOAD"  # paceline_wire.commands.PRELOAD
 _FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
 _FORK_SECONDS = 2.0  # tens of milliseconds are usual
@@ -537,6 +538,7 @@ def _become_rank(message: dict[str, Any], guard: int) -> NoReturn:
     for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+    _give_up_protection_from_oom_kills()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(log, 1)
@@ -544,6 +546,19 @@ def _become_rank(message: dict[str, Any], guard: int) -> NoReturn:
     if message["directory"]:
         os.chdir(message["directory"])
     os.execvpe(message["argv"][0], message["argv"], message["environment"])
+
+
+def _give_up_protection_from_oom_kills() -> None:
+    """Let the kernel choose this process, and no other one, if it uses up the node's memory.
+
+    The agent may be protected (`OOMScoreAdjust=`), and children inherit that.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        with open(_OOM_SCORE) as score:
+            is_protected = int(score.read()) < 0
+        if is_protected:
+            with open(_OOM_SCORE, "w") as score:
+                score.write("0")
 
 
 def _open_log(path: str) -> int:

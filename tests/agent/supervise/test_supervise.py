@@ -56,6 +56,18 @@ def test_the_agent_may_open_more_files_than_it_was_allowed_and_its_ranks_may_not
     assert server.events(RankExited)[0].log_tail == str(few_open_files)
 
 
+@pytest.mark.parametrize(("of_agent", "of_rank"), [("-500", "0"), ("0", "0"), ("300", "300")])
+def test_ranks_of_a_protected_agent_are_not_protected_from_oom_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_agent: str, of_rank: str
+) -> None:
+    score = tmp_path / "oom_score_adj"  # few may lower the one of a process
+    score.write_text(of_agent)
+    monkeypatch.setattr(guard, "_OOM_SCORE", str(score))
+    start = {"argv": ["true"], "environment": dict(os.environ), "log": str(tmp_path / "log")}
+    os.waitpid(guard._spawn({**start, "directory": None}, os.getpid()), 0)
+    assert score.read_text() == of_rank
+
+
 @pytest.mark.parametrize(
     ("program", "logged"), [("echo", b"trained\n"), ("/nothing", b"paceline: No such file")]
 )
