@@ -44,14 +44,26 @@ class RankLease:
         self._renewed_at = time.monotonic()
 
     async def run(self) -> None:
-        """Watch the lease until cancelled."""
+        """Watch the lease until cancelled.
+
+        A lease has lapsed if two checks in succession say so. After the first one that follows a
+        pause of this process, the operations that the ranks ended meanwhile are read.
+        """
+        suspected: set[tuple[str, int]] = set()
         while self._lease_seconds > 0:
-            lapsed_before = time.monotonic() - self._lease_seconds
-            if self._renewed_at <= lapsed_before:
-                for generation, progressed_at in self._last_progress().items():
-                    if progressed_at <= lapsed_before:
-                        await self._lapse(*generation)
-            await asyncio.sleep(min(CHECK_SECONDS, self._lease_seconds / 10))
+            lapsed = self._lapsed()
+            for generation in lapsed & suspected:
+                await self._lapse(*generation)
+            suspected = lapsed
+            often = min(CHECK_SECONDS, self._lease_seconds / 10)
+            await asyncio.sleep(CHECK_SECONDS if lapsed else often)
+
+    def _lapsed(self) -> set[tuple[str, int]]:
+        lapsed_before = time.monotonic() - self._lease_seconds
+        if self._renewed_at > lapsed_before:
+            return set()
+        progress = self._last_progress().items()
+        return {generation for generation, at in progress if at <= lapsed_before}
 
     async def _lapse(self, job: str, generation: int) -> None:
         self.lapses += 1

@@ -359,6 +359,11 @@ def test_ranks_that_train_outlive_the_server_until_they_hang(
     stopped = time.monotonic()
     steps = tmp_path / "steps"
     wait_for(lambda: time.monotonic() > stopped + 5 and steps.read_text().count("\n") > 100)
+    for _ in range(4):  # stopped for longer than the lease, it does not know what they did
+        agent.process.send_signal(signal.SIGSTOP)
+        time.sleep(1.7)
+        agent.process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
     assert len(processes_with(marker(agent))) == 1
     assert "finished no operation" not in agent.log_text()
     (tmp_path / "hangs").touch()
