@@ -341,6 +341,15 @@ def test_a_rank_can_request_something_itself_again_and_again(job: Callable[..., 
     assert first == second
 
 
+def test_a_checkpoint_that_is_due_does_not_replace_a_stop(job: Callable[..., Job]) -> None:
+    ranks = job(2)
+    for kind in (BOTH, CHECKPOINT):  # SIGTERM, and at once the interval is over
+        ranks.ranks[0].agreement.request(kind)
+    ranks.start()
+    wait_until(lambda: all(rank.stopped_at for rank in ranks.ranks))
+    assert [request.kind for request in ranks.ranks[0].requests] == [BOTH]
+
+
 def test_a_command_that_no_script_executes_is_refused(job: Callable[..., Job]) -> None:
     ranks = job(2)
     ranks.start()

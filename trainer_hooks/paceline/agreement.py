@@ -136,7 +136,7 @@ class Agreement:
         self._report: bool | None = None  # what came of the request on this rank
         self._result: bool | None = None  # on all ranks
         self._has_read = False  # the result of the last round, in the store
-        self._own: Wanted | None = None  # what this rank requests by itself
+        self._own: dict[int, int] = {}  # kinds that this rank requests by itself, and their steps
         self._round = 0  # number of the last one
         self._answers: dict[Wanted, tuple[int, int]] = {}  # to requests that are over
         self._newest = 0  # id of the newest command that was answered
@@ -165,8 +165,11 @@ class Agreement:
         self.is_inside = False
 
     def request(self, kind: int, step: int = 0) -> None:
-        """Request a `ControlKind` of all ranks, not before `step`. Any thread may call it."""
-        self._own = (kind, step)
+        """Request a `ControlKind` of all ranks, not before `step`.
+
+        Any thread and signal handler may call it.
+        """
+        self._own[kind] = step
 
     def report(self, request: Request, done: bool) -> None:
         """Report what came of the request that `at` returned on this rank. It does not wait."""
@@ -276,7 +279,7 @@ class Agreement:
                 if over is None:
                     return key
                 self._answer(command.command_id, *over)
-        return self._own
+        return max([*self._own.items()], default=None)  # to stop comes before to go on
 
     def _answer(self, command_id: int, status: int, step: int) -> None:
         with self._changed:
@@ -312,8 +315,8 @@ class Agreement:
             self._key, self._command, self._has_arrived = key, command_id, False
             self._report = self._result = None
             self._has_read = False
-            if self._own == key:
-                self._own = None
+            if self._own.get(key[0]) == key[1]:
+                del self._own[key[0]]
             self._state = state
             self._bind_command()
         while True:
