@@ -149,13 +149,20 @@ class ForeignArm:
         raise TrainingFailedError(f"did not start; {self._last_error(job)}")
 
     def _last_error(self, job: ObservedJob) -> str:
-        """Return the lines of the launchers' logs that name errors of ranks, or how they ended."""
+        """Return the lines of the launchers' logs that name errors of ranks, or how they ended.
+
+        If there are none: the state of the job, its reports, and the last lines.
+        """
         logs = [self.cluster.log(job.job_id, node) for node in self.cluster.nodes]
         texts = [log.read_text(errors="replace") for log in logs if log.exists()]
         lines = [line.strip() for text in texts for line in text.splitlines()]
         errors = [line for line in lines if line.startswith("[rank") and "Error" in line]
         errors = errors or [line for line in lines if line.startswith("exitcode")]
-        return "; ".join(errors[:3]) or "its log names no error"
+        if errors:
+            return "; ".join(errors[:3])
+        reports = [one["summary"] for one in job.incidents.values()]
+        state = f"its log names no error; the job is {job.view.get('state', 'unknown')}"
+        return "; ".join([state, *reports[-3:], *lines[-3:]])
 
     def _watch(self, job: ObservedJob, plan: Plan, cleanup: ExitStack) -> TrialRecord:
         """Record healthy seconds, and then the fault."""
