@@ -1,7 +1,8 @@
 """Small files of /sys and /proc that are read repeatedly through cached file descriptors.
 
 `pread` on an open descriptor costs a quarter of open, read and close. A file whose read fails is
-not read again for a day: on some devices each attempt writes a line to the kernel log.
+read again after a minute, then after two, four, ... and in the end once a day: on some devices each
+attempt writes a line to the kernel log.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import os
 import resource
 import stat
 from collections.abc import Iterable
+from typing import NamedTuple
 
-_DAY_NS = 86_400 * 1_000_000_000
+_MINUTE_NS = 60 * 1_000_000_000
+_DAY_NS = 1_440 * _MINUTE_NS
 _GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.ENXIO}  # the device may be plugged in again
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}  # not caused by the file
 
@@ -43,6 +46,13 @@ class FileGroup:
         self.as_of = 0  # `of.changes` when the descriptors were looked up
 
 
+class _Pause(NamedTuple):
+    """How long a file whose read failed is not read."""
+
+    until_ns: int
+    length_ns: int
+
+
 class CachedFiles:
     """Reads files and keeps them open; a file that cannot be read is None.
 
@@ -56,7 +66,7 @@ class CachedFiles:
         self, *, patient: bool = False, bytes_at_most: int = 4096, share: float = 0.1
     ) -> None:
         self._descriptors: dict[str, int] = {}
-        self._shunned_until_ns: dict[str, int] = {}
+        self._pauses: dict[str, _Pause] = {}
         self._changes = 0  # incremented whenever a file is opened or closed
         self._patient = patient
         self._bytes_at_most = bytes_at_most
@@ -64,23 +74,21 @@ class CachedFiles:
 
     def read(self, location: Location, now_ns: int) -> bytes | None:
         path = location if isinstance(location, str) else os.fspath(location)
-        if self._shunned_until_ns and now_ns < self._shunned_until_ns.get(path, 0):
+        pause = self._pauses.get(path) if self._pauses else None
+        if pause is not None and now_ns < pause.until_ns:
             return None
         try:
-            descriptor = self._descriptors.get(path)
-            if descriptor is None:
-                descriptor = os.open(path, _FLAGS)
-                if len(self._descriptors) >= self._kept_at_most:
-                    return self._read_once(descriptor)
-                self._descriptors[path] = descriptor
-                self._changes += 1
-            return self._read_whole(descriptor)
+            content = self._read_open(path)
         except OSError as error:
             self._forget(path)
             passing = self._patient and not isinstance(error, PermissionError)
             if error.errno not in _GONE and error.errno not in _OURS and not passing:
-                self._shunned_until_ns[path] = now_ns + _DAY_NS
-        return None
+                length_ns = _MINUTE_NS if pause is None else min(2 * pause.length_ns, _DAY_NS)
+                self._pauses[path] = _Pause(now_ns + length_ns, length_ns)
+            return None
+        if pause is not None:
+            del self._pauses[path]
+        return content
 
     def read_text(self, location: Location, now_ns: int) -> str | None:
         content = self.read(location, now_ns)
@@ -117,12 +125,23 @@ class CachedFiles:
         below = os.fspath(directory) + os.sep
         for path in [path for path in self._descriptors if path.startswith(below)]:
             self._forget(path)
-        for path in [path for path in self._shunned_until_ns if path.startswith(below)]:
-            del self._shunned_until_ns[path]
+        for path in [path for path in self._pauses if path.startswith(below)]:
+            del self._pauses[path]
 
     def close(self) -> None:
         for path in list(self._descriptors):
             self._forget(path)
+
+    def _read_open(self, path: str) -> bytes:
+        """Read a file, and keep it open as long as the limit allows. Raises OSError."""
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            descriptor = os.open(path, _FLAGS)
+            if len(self._descriptors) >= self._kept_at_most:
+                return self._read_once(descriptor)
+            self._descriptors[path] = descriptor
+            self._changes += 1
+        return self._read_whole(descriptor)
 
     def _read_once(self, descriptor: int) -> bytes:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,20 @@ def test_a_name_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
     for name in (b"mlx5_0", "é0".encode(), b"e\xff"):
         os.mkdir(os.fsencode(tmp_path) + b"/" + name)
     assert entries(tmp_path) == ["mlx5_0", "é0"]
+
+
+def test_a_file_that_always_fails_is_in_the_end_read_once_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, minute, pread = CachedFiles(), 0, os.pread
+    read_at: list[int] = []
+
+    def record(descriptor: int, length: int, offset: int) -> bytes:
+        read_at.append(minute)
+        return pread(descriptor, length, offset)
+
+    monkeypatch.setattr(os, "pread", record)
+    for minute in range(10 * 1440):
+        assert files.read(tmp_path, minute * 60 * 1_000_000_000) is None  # a directory
+    assert read_at[:5] == [0, 1, 3, 7, 15]
+    assert [later - earlier for earlier, later in pairwise(read_at)][-3:] == [1440] * 3
