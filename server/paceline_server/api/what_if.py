@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from anyio import CapacityLimiter
 from sqlalchemy.orm import Session
 
 from paceline_server.api import resources, schemas
@@ -35,6 +36,9 @@ MOST_RANK_STEPS = 8192
 CACHE_FACTOR = 20.0
 LEAST_SECONDS = 2.0
 ANALYSES_CACHED = 64
+# Number of requests that are answered or wait for an analysis at a time. Further ones wait without
+# one of the threads that answer all other requests.
+REQUESTS = 4
 # Steps since a change of speed that are enough for an analysis.
 LEAST_STEPS = 3
 # Each step before a change of speed differs from each one after by more than this factor.
@@ -79,6 +83,7 @@ class WhatIfCache:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: monotonic seconds."""
+        self.limiter = CapacityLimiter(REQUESTS)  # for the threads that call `get`
         self._clock = clock
         self._computing = threading.Lock()
         self._answers: OrderedDict[tuple[str, int], _CachedAnswer] = OrderedDict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -210,3 +211,13 @@ def test_fewer_steps_are_replayed_for_a_large_job(
     assert asked(recorded)["first_step"] == STEPS - 3
     monkeypatch.setattr(what_if, "MOST_RANK_STEPS", 1)
     assert asked(recorded, steps=2)["first_step"] == STEPS - 1
+
+
+def test_requests_that_wait_for_an_analysis_do_not_delay_others(recorded: Recorded) -> None:
+    client, found = recorded.server.client, recorded.server.app.state.parts.what_ifs
+    with ThreadPoolExecutor(61) as pool:
+        with found._computing:  # as during the analysis of a large job
+            waiting = [pool.submit(client.get, PATH) for _ in range(60)]
+            assert pool.submit(client.get, "/api/v1/jobs").result(30).status_code == 200
+            assert not any(one.done() for one in waiting)
+        assert {one.result(60).status_code for one in waiting} == {200}

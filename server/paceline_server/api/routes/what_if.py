@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Query
 
 from paceline_server.api import problems, schemas
@@ -19,7 +20,7 @@ router = APIRouter(prefix="/jobs", tags=["jobs"])
     response_model=schemas.WhatIf,
     responses=problems.responses(401, 403, 404, 422, 503),
 )
-def get_what_if(
+async def get_what_if(
     job_id: str,
     parts: PartsDep,
     steps: Annotated[
@@ -32,4 +33,5 @@ def get_what_if(
     docs/what-if.md. If the steps cannot be replayed yet, `verdict.kind` is `unknown` and its text
     says what to do.
     """
-    return parts.what_ifs.get(parts.database, job_id, steps)
+    found = parts.what_ifs
+    return await run_sync(found.get, parts.database, job_id, steps, limiter=found.limiter)
