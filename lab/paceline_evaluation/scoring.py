@@ -235,15 +235,20 @@ def _false_alarms(record: TrialRecord) -> tuple[list[ReportedFinding], list[Repo
 
 
 def _first_reports(found: Sequence[ReportedFinding]) -> Iterator[ReportedFinding]:
-    """Yield the first report of each finding, and the first one after each time it was cleared."""
-    active: set[str] = set()
+    """Yield the first report of each finding, and the first one after each time it was cleared.
+
+    The first one above severity `info` is yielded too.
+    """
+    active: dict[str, bool] = {}  # by fingerprint: whether it was above severity `info`
     for reported in found:
         fingerprint = reported.finding.fingerprint
         if reported.finding.cleared:
-            active.discard(fingerprint)
-        elif fingerprint not in active:
-            active.add(fingerprint)
+            active.pop(fingerprint, None)
+            continue
+        is_serious = reported.finding.severity != "info"
+        if fingerprint not in active or (is_serious and not active[fingerprint]):
             yield reported
+        active[fingerprint] = is_serious or active.get(fingerprint, False)
 
 
 def _has_begun(reported: ReportedFinding, fault: TrialFault) -> bool:

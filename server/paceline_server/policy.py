@@ -204,6 +204,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             description="The same during evaluation, whose forward passes often record nothing.",
         ),
     ] = 20.0
+    hang_busy_seconds: Annotated[
+        float,
+        Meta(
+            ge=2,
+            le=_DAY_SECONDS,
+            description="The same while the blocking rank uses a CPU, or no rank waits for "
+            "another: the script may evaluate or prepare data in code that records nothing. Such "
+            "a pause is reported for information after `hang_evaluation_seconds`.",
+        ),
+    ] = 120.0
     gpu_hung_seconds: Annotated[
         float,
         Meta(

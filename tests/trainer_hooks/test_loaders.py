@@ -89,3 +89,39 @@ def test_a_data_loader_whose_class_has_no_other_subclass_is_wrapped() -> None:
 
     wrapped = paceline.steps(Loader([1, 2, 3], batch_size=2))  # type: ignore[arg-type]
     assert len(wrapped) == len(list(wrapped)) == 2
+
+
+EVALUATION = """
+import os, torch, paceline
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+from paceline_wire.ring import RingReader
+
+paceline.init()
+page = RingReader(Path(os.environ["PACELINE_RING_DIRECTORY"], "local.g0.r0.ring"))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = lambda count: DataLoader(TensorDataset(torch.randn(count, 4)))
+
+def evaluate():
+    seen = []
+    with torch.no_grad():
+        for (batch,) in batches(8):
+            model(batch)
+            view = page.view()
+            seen.append((view.head, view.step, view.microbatch))
+    print(len(set(seen)))
+
+evaluate()
+for _ in range(2):
+    for (batch,) in batches(5):
+        model(batch).sum().backward()
+        optimizer.step()
+    evaluate()
+"""
+
+
+def test_each_batch_of_an_evaluation_changes_the_state_page(script: Script) -> None:
+    """Otherwise ranks seem to be hung during a long one."""
+    finished = script(EVALUATION)
+    assert finished.stdout == "8\n8\n8\n", finished.stderr

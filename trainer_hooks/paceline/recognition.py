@@ -155,11 +155,13 @@ class Recognition:
         if self.evaluates:
             if loader not in self._training:
                 self._count(loader)
+                self._recorder.show_progress()
                 return False
             self._end_evaluation()
         if has_gradients or loop.is_open:
             self._count(loader)
         if not (loop.is_open or loop.is_explicit or loop.has_steps):
+            self._recorder.show_progress()
             return False  # steps begin with the first backward pass
         self.has_data = True
         if loop.is_recognized:

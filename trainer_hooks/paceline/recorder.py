@@ -21,6 +21,7 @@ from paceline_wire.ring import (
     STATE_ABILITIES,
     STATE_FAILED_SAVES,
     STATE_FRAMES,
+    STATE_MICROBATCH,
     STATE_SAVE_FAILURE,
     STATE_SAVED_STEP,
     STATE_STATUS,
@@ -97,6 +98,13 @@ class Recorder(Writer):
         if status != self.status:
             self.status = status
             self.state[STATE_STATUS] = status
+
+    def show_progress(self) -> None:
+        """Change the state page although nothing is recorded, as in each batch of an evaluation.
+
+        The batches count as microbatches until the next step begins.
+        """
+        self.state[STATE_MICROBATCH] = (self.state[STATE_MICROBATCH] + 1) & NONE_32
 
     # Checkpoints. Any single thread may report them, because nothing else writes these words.
 

@@ -1471,6 +1471,7 @@ export interface components {
          *         "cycles_without_progress": 3,
          *         "gpu_hung_seconds": 10,
          *         "hang_after_seconds": 2.4,
+         *         "hang_busy_seconds": 120,
          *         "hang_checkpoint_seconds": 60,
          *         "hang_evaluation_seconds": 20,
          *         "hang_patience_seconds": 10,
@@ -1615,6 +1616,11 @@ export interface components {
                  * @default 2.4
                  */
                 hang_after_seconds: number;
+                /**
+                 * @description The same while the blocking rank uses a CPU, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. Such a pause is reported for information after `hang_evaluation_seconds`.
+                 * @default 120
+                 */
+                hang_busy_seconds: number;
                 /**
                  * @description The same while a rank saves a checkpoint: slow shared storage blocks every rank at once.
                  * @default 60
@@ -1865,6 +1871,11 @@ export interface components {
                  */
                 hang_after_seconds: number;
                 /**
+                 * @description The same while the blocking rank uses a CPU, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. Such a pause is reported for information after `hang_evaluation_seconds`.
+                 * @default 120
+                 */
+                hang_busy_seconds: number;
+                /**
                  * @description The same while a rank saves a checkpoint: slow shared storage blocks every rank at once.
                  * @default 60
                  */
@@ -2103,6 +2114,7 @@ export interface components {
          *             "cycles_without_progress": 3,
          *             "gpu_hung_seconds": 10,
          *             "hang_after_seconds": 2.4,
+         *             "hang_busy_seconds": 120,
          *             "hang_checkpoint_seconds": 60,
          *             "hang_evaluation_seconds": 20,
          *             "hang_patience_seconds": 10,
@@ -2507,6 +2519,7 @@ export interface components {
          *             "cycles_without_progress": 3,
          *             "gpu_hung_seconds": 10,
          *             "hang_after_seconds": 2.4,
+         *             "hang_busy_seconds": 120,
          *             "hang_checkpoint_seconds": 60,
          *             "hang_evaluation_seconds": 20,
          *             "hang_patience_seconds": 10,
@@ -2605,6 +2618,11 @@ export interface components {
                  * @default 2.4
                  */
                 hang_after_seconds: number;
+                /**
+                 * @description The same while the blocking rank uses a CPU, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. Such a pause is reported for information after `hang_evaluation_seconds`.
+                 * @default 120
+                 */
+                hang_busy_seconds: number;
                 /**
                  * @description The same while a rank saves a checkpoint: slow shared storage blocks every rank at once.
                  * @default 60
@@ -2750,6 +2768,7 @@ export interface components {
          *         "cycles_without_progress": 3,
          *         "gpu_hung_seconds": 10,
          *         "hang_after_seconds": 2.4,
+         *         "hang_busy_seconds": 120,
          *         "hang_checkpoint_seconds": 60,
          *         "hang_evaluation_seconds": 20,
          *         "hang_patience_seconds": 10,
@@ -2839,6 +2858,11 @@ export interface components {
                  * @default 2.4
                  */
                 hang_after_seconds: number;
+                /**
+                 * @description The same while the blocking rank uses a CPU, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. Such a pause is reported for information after `hang_evaluation_seconds`.
+                 * @default 120
+                 */
+                hang_busy_seconds: number;
                 /**
                  * @description The same while a rank saves a checkpoint: slow shared storage blocks every rank at once.
                  * @default 60

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from simulated_job import DP, TP, SimulatedJob
+from simulated_job import DP, JOB, TP, SimulatedJob
 
 from paceline_server.detect.finding import Finding
+from paceline_server.engine.engine import Engine
+from paceline_server.policy import Policy
 from paceline_wire.batch import RankStackTraces, RankState, Sample
 from paceline_wire.ring import Frame, GroupProgress
 from paceline_wire.spans import Op
@@ -23,7 +25,9 @@ class Stuck:
     """A job in which all ranks but the culprit are in a collective that it has not entered."""
 
     def __init__(self, topology: Topology | None = None, culprit: int = CULPRIT) -> None:
-        self.job = SimulatedJob(topology, seed=1)
+        # The culprit uses a CPU: these limits for code that records nothing are tested elsewhere.
+        policy = Policy(hang_evaluation_seconds=2.4, hang_busy_seconds=2.4)
+        self.job = SimulatedJob(topology, seed=1, engine=Engine(JOB, policy))
         self.job.advance(10)
         self.culprit = culprit
         self.launched = dict.fromkeys(self.job.ranks, (5, 2))  # by rank: in TP, in DP

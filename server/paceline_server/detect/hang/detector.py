@@ -4,6 +4,8 @@ A job hangs if the state page of every living rank has been unchanged for long e
 reports. The limit is three times the usual duration of the culprit's operation, and at least two
 steps or 20 s; less if a process is stopped or gone, which is certain; more while the job starts,
 evaluates or saves a checkpoint. A start that waits for a rank (`late_start`) is a warning first.
+Ranks that may run code of the script in which nothing is recorded, such as an evaluation, are
+reported for information first.
 
 The verdict has three steps, one module each: who waits for whom (`wait_for_graph`), who is to blame
 (`culprit`), and why (`verdict`); `sentences` writes the summary. After the first report the
@@ -41,9 +43,15 @@ from paceline_server.detect.hang.rank_cause import (
     BUSY_CPU_SHARE,
     GONE_STATES,
     STOPPED_STATES,
+    UNINTERRUPTIBLE_IO,
     side_of,
 )
-from paceline_server.detect.hang.sentences import RESUMED, hang_summary
+from paceline_server.detect.hang.sentences import (
+    PAUSE_ADVICE,
+    RESUMED,
+    hang_summary,
+    pause_summary,
+)
 from paceline_server.detect.hang.settings import DEFAULTS, HangSettings
 from paceline_server.detect.hang.step_program import RankProgram, program_of
 from paceline_server.detect.hang.verdict import (
@@ -54,7 +62,7 @@ from paceline_server.detect.hang.verdict import (
     verdict_on,
 )
 from paceline_server.detect.hang.wait_for_graph import innermost_op
-from paceline_server.detect.kinds import HANG, Kind
+from paceline_server.detect.kinds import HANG, Kind, Severity
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.recent import p99_seconds
@@ -114,6 +122,7 @@ class HangDetector(Detector):
         self.settings = settings
         self._active: Finding | None = None
         self._late: LateStart | None = None  # the active finding is about it
+        self._may_work = False  # the culprits of the active finding, which is for information
         self._cache = _Cache()
         self._earlier_stacks: dict[int, RankStackTraces] = {}  # read before this hang
         self._earlier_dumps: dict[int, Received] = {}
@@ -133,10 +142,12 @@ class HangDetector(Detector):
         if self._active is not None:
             return (
                 self._clear_on_progress(ranks, observation)
-                or self._escalate(ranks, observation)
+                or self._escalate_late_start(ranks, observation)
+                or self._escalate_pause(ranks, observation)
                 or self._add_stacks(observation)
                 or self._add_dumps(ranks, observation)
             )
+        self._may_work = False
         verdict = self._stopped_processes(ranks, observation)
         self._late = None if verdict is not None else self._late_ranks(ranks, observation)
         if self._late is not None:
@@ -144,6 +155,11 @@ class HangDetector(Detector):
         verdict = verdict or self._blocked_ranks(ranks, observation)
         if verdict is None:
             return []
+        return self._report(verdict, ranks, observation)
+
+    def _report(
+        self, verdict: HangVerdict, ranks: _ExpectedRanks, observation: Observation
+    ) -> list[Finding]:
         self._active = self._hang(verdict, ranks, observation)
         self._earlier_stacks = dict(observation.stacks)
         self._earlier_dumps = dict(observation.dumps)
@@ -253,7 +269,13 @@ class HangDetector(Detector):
             culprits, live_by_rank, ranks.without_page, observation, self.generation
         )
         limit = self.settings.pause_multiple * self._pauses.get(verdict.ranks, 0.0)
-        return verdict if frozen >= limit else None
+        may_work = _may_work(verdict, culprits, ranks)
+        if may_work:
+            limit = max(limit, self.policy.hang_evaluation_seconds)
+        if frozen < limit:
+            return None
+        self._may_work = may_work and frozen < self._busy_limit_seconds(observation)
+        return verdict
 
     def _culprits(self, ranks: _ExpectedRanks, observation: Observation) -> Culprits | None:
         cache = self._cache
@@ -327,6 +349,11 @@ class HangDetector(Detector):
             limit = max(limit, step_limit)  # a slow read is as long as a step, and no hang
         return 2 * limit if any(_lacks_cpu(live) for live in blamed) else limit
 
+    def _busy_limit_seconds(self, observation: Observation) -> float:
+        """Return how long ranks that may work may end no operation."""
+        steps = 2.0 * self.settings.step_multiple * (observation.step_seconds_p99 or 0.0)
+        return max(self.policy.hang_busy_seconds, steps)
+
     def _usual_seconds(self, live: LiveRank, observation: Observation) -> float | None:
         """Return the p99 duration of the operation that the rank is in."""
         if live.state is None or observation.records is None:
@@ -345,9 +372,6 @@ class HangDetector(Detector):
         frozen = ranks.frozen_seconds if late is None else late.seconds
         steps = [live.state.view.step for live in ranks.live if live.state and late is None]
         rank = verdict.ranks[0] if verdict.is_single else None
-        duration = Evidence(
-            f"no rank has made progress for {frozen:.1f} s", "frozen_seconds", frozen
-        )
         node = self._node_diagnosis(verdict, frozen, min(steps, default=None), observation)
         return self.finding(
             "hang",
@@ -360,15 +384,16 @@ class HangDetector(Detector):
             side=verdict.side,
             onset_step=min(steps, default=None),
             step=max(steps, default=None),
-            severity="critical" if late is None or self._is_overdue(late) else "warning",
+            severity=self._severity(),
             cost_ratio=1.0,
             can_checkpoint=False,
             causes=node.causes if node.cause != UNKNOWN else [],
-            advice=node.advice,
-            evidence=[duration, *verdict.evidence, *node.evidence],
+            advice=PAUSE_ADVICE if self._may_work else node.advice,
+            evidence=[_duration(frozen), *verdict.evidence, *node.evidence],
             counter_evidence=[*verdict.counter_evidence, *_normal_on_node(node)],
             stacks_wanted=list(verdict.stacks_wanted),
             dumps_wanted=late is None
+            and not self._may_work
             and self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
         )
 
@@ -376,7 +401,38 @@ class HangDetector(Detector):
         """Return whether a start has taken longer than any may take."""
         return late.seconds >= self.policy.start_timeout_seconds
 
-    def _escalate(self, ranks: _ExpectedRanks, observation: Observation) -> list[Finding]:
+    def _severity(self) -> Severity:
+        if self._may_work:
+            return "info"
+        return "critical" if self._late is None or self._is_overdue(self._late) else "warning"
+
+    def _escalate_pause(self, ranks: _ExpectedRanks, observation: Observation) -> list[Finding]:
+        """Report ranks as hung that might have worked: it takes too long, or they cannot."""
+        active = self._active
+        if active is None or not self._may_work:
+            return []
+        stopped = self._stopped_processes(ranks, observation)
+        if stopped is not None:
+            self._may_work, self._frame = False, None
+            return self._report(stopped, ranks, observation)
+        if ranks.frozen_seconds < self._busy_limit_seconds(observation):
+            return []
+        self._may_work = False
+        self._detected_ns = observation.now_ns
+        self._active = msgspec.structs.replace(
+            active,
+            severity="critical",
+            summary=self._summary(active.rank, active.cause, observation, self._frame),
+            detected_ns=observation.now_ns,
+            advice=None,
+            evidence=[_duration(ranks.frozen_seconds), *active.evidence[1:]],
+            dumps_wanted=self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
+        )
+        return [self._active]
+
+    def _escalate_late_start(
+        self, ranks: _ExpectedRanks, observation: Observation
+    ) -> list[Finding]:
         """Report a start as hung that has waited for a rank for as long as a start may take."""
         active = self._active
         assert active is not None
@@ -415,10 +471,14 @@ class HangDetector(Detector):
     ) -> str:
         if self._late is not None:
             return late_summary(self._late, self.generation, frame)
+        subject = self.generation.subject(rank)
+        if self._may_work:
+            limit = self._busy_limit_seconds(observation)
+            return pause_summary(subject, cause, frame, limit, is_rank=rank is not None)
         live = None if rank is None else observation.ranks.get(rank)
         state = None if live is None else live.state
         return hang_summary(
-            self.generation.subject(rank),
+            subject,
             cause,
             frame,
             awaited,
@@ -548,6 +608,10 @@ class HangDetector(Detector):
         return [cleared(active, RESUMED, observation.now_ns)]
 
 
+def _duration(seconds: float) -> Evidence:
+    return Evidence(f"no rank has made progress for {seconds:.1f} s", "frozen_seconds", seconds)
+
+
 def _normal_on_node(node: Diagnosis) -> list[Evidence]:
     """Return one line that lists what is normal on the node, and one that lists what was not
     measured."""
@@ -569,6 +633,22 @@ def _blamed(culprits: Culprits | None, ranks: _ExpectedRanks) -> list[LiveRank]:
         culprits.ranks or culprits.cycle or {operation.rank for operation in culprits.operations}
     )
     return [live for live in ranks.live if live.rank in blamed]
+
+
+def _may_work(verdict: HangVerdict, culprits: Culprits | None, ranks: _ExpectedRanks) -> bool:
+    """Return whether the culprits may run code of the script in which nothing is recorded.
+
+    One that others wait for uses a CPU then. If none waits, all may pause on purpose.
+    """
+    if culprits is None:
+        return verdict.cause not in (UNINTERRUPTIBLE_IO, UNKNOWN)
+    blamed = [live for live in ranks.live if live.rank in verdict.ranks]
+    is_host_code = culprits.side == "host" and not culprits.cycle
+    return is_host_code and len(blamed) == len(verdict.ranks) and all(map(_uses_cpu, blamed))
+
+
+def _uses_cpu(live: LiveRank) -> bool:
+    return (live.cpu_share_while_frozen or 0.0) >= BUSY_CPU_SHARE or _lacks_cpu(live)
 
 
 def _lacks_cpu(live: LiveRank) -> bool:

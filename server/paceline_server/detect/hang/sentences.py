@@ -14,6 +14,7 @@ from paceline_server.detect.hang.verdict import DEADLOCK, MISMATCH
 from paceline_wire.stacks import StackFrame
 
 RESUMED = "The job makes progress again."
+PAUSE_ADVICE = "if the script takes longer on purpose, raise hang_busy_seconds in the job's policy"
 _CLAUSES = {
     PROCESS_STOPPED: "its process is stopped (SIGSTOP)",
     PROCESS_GONE: "its process is gone",
@@ -48,6 +49,28 @@ def hang_summary(
     blocks = " and blocks the job" if is_rank else ""
     waits = "" if awaited is None else f", waiting for {awaited}"
     return f"{subject}{received} is hung{blocks}: {_clause(cause, frame, is_rank=is_rank)}{waits}."
+
+
+def pause_summary(
+    subject: str, cause: str, frame: StackFrame | None, limit_seconds: float, *, is_rank: bool
+) -> str:
+    """Return the summary of ranks that may run code in which nothing is recorded.
+
+    `Rank 0 (node-0) keeps the job waiting and uses a CPU (between operations, train.py:7 score), as
+    in an evaluation. After 120 s it counts as hung.`
+
+    Args:
+        subject: The rank with its node, or the job.
+        cause: As in the finding.
+        frame: Innermost frame of the script's own code, once its stack was read.
+        limit_seconds: From the last operation until the ranks count as hung.
+        is_rank: The subject is one rank.
+    """
+    details = [cause.partition(": ")[2] or cause.removeprefix("stuck in ")]
+    details += [] if frame is None else [str(frame)]
+    what = "keeps the job waiting and uses a CPU" if is_rank else "pauses on all ranks"
+    limit = f"After {limit_seconds:.0f} s it counts as hung."
+    return f"{subject} {what} ({', '.join(details)}), as in an evaluation. {limit}"
 
 
 def _clause(cause: str, frame: StackFrame | None, *, is_rank: bool) -> str:

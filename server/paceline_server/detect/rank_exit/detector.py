@@ -453,7 +453,7 @@ class ExitDetector(Detector):
                 can_checkpoint=False,
                 advice=None if number is None else _ALL_KILLED_ADVICE,
                 evidence=[Evidence(f"{evidence}: {', '.join(nodes)}"), *self._followers(ranks)],
-                follows=HANG.name if HANG.name in observation.active_kinds else None,
+                follows=HANG.name if _is_hung(observation) else None,
             )
         ]
 
@@ -468,11 +468,16 @@ class ExitDetector(Detector):
 
         An error that a rank raised by itself, or a signal of its own, explains the hang instead.
         """
-        if is_explained or HANG.name not in observation.active_kinds:
+        if is_explained or not _is_hung(observation):
             return None
         event = culprit.event
         was_killed = event.signal in SENT_SIGNALS or is_unknown(event)
         return HANG.name if was_killed or not is_cause(culprit) else None
+
+
+def _is_hung(observation: Observation) -> bool:
+    """Return whether a hang is reported, and not only for information."""
+    return any(one.kind == HANG.name and one.severity != "info" for one in observation.active)
 
 
 def _endings(ranks: Sequence[int], observation: Observation) -> Iterator[Evidence]:

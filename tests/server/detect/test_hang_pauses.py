@@ -1,0 +1,132 @@
+"""Ranks that may work in code that records nothing, as an evaluation does, are no hang at first."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from simulated_job import SimulatedJob
+from stuck_job import StuckJob, make_all_wait_for, resume
+
+from paceline_server.detect.finding import Finding
+from paceline_wire.batch import RankStackTraces
+from paceline_wire.spans import Op
+from paceline_wire.stacks import StackFrame, ThreadStack
+
+CULPRIT = 2
+
+
+def wait(stuck: StuckJob, seconds: float, cpu_share: float) -> list[Finding]:
+    """Let time pass while the culprit uses this share of a CPU."""
+    found = []
+    for _ in range(round(2 * seconds)):
+        state = stuck.states[CULPRIT]
+        used = (state.cpu_seconds or 0.0) + 0.5 * cpu_share
+        stuck.states[CULPRIT] = msgspec.structs.replace(state, cpu_seconds=used)
+        found += stuck.wait(0.5)
+    return found
+
+
+def read_stack(stuck: StuckJob, rank: int) -> RankStackTraces:
+    frames = [StackFrame(function="score", file="train.py", line=7)]
+    thread = ThreadStack(name="MainThread", frames=frames, holds_gil=True, is_running=True)
+    return RankStackTraces(
+        time_ns=stuck.job.now_ns,
+        job="job-simulated",
+        generation=0,
+        rank=rank,
+        pid=9,
+        threads=[thread],
+    )
+
+
+@pytest.fixture
+def working() -> StuckJob:
+    """A job in which all others wait for a rank that runs the script's own code."""
+    stuck = StuckJob()
+    make_all_wait_for(stuck, CULPRIT)
+    stuck.inside(CULPRIT, Op.FORWARD)
+    stuck.states[CULPRIT].view.frames.pop()
+    return stuck
+
+
+def test_a_rank_that_uses_a_cpu_is_hung_only_after_two_minutes(working: StuckJob) -> None:
+    assert wait(working, 19, 0.9) == []
+    [found] = wait(working, 2, 0.9)
+    assert (found.kind, found.severity, found.rank) == ("hang", "info", CULPRIT)
+    working.job.engine.feed(
+        working.job.batch("node-1", events=[read_stack(working, CULPRIT)]), working.job.now_ns
+    )
+    [found] = wait(working, 1, 0.9)
+    assert found.summary == (
+        "Rank 2 (node-1) keeps the job waiting and uses a CPU (between operations, "
+        "train.py:7 score), as in an evaluation. After 120 s it counts as hung."
+    )
+    assert "hang_busy_seconds" in (found.advice or "")
+    assert wait(working, 96, 0.9) == []
+    [found] = wait(working, 4, 0.9)
+    assert (found.severity, found.advice) == ("critical", None)
+    assert found.summary == (
+        "Rank 2 (node-1) is hung and blocks the job: it is stuck in host code (between "
+        "operations, train.py:7 score)."
+    )
+    assert found.evidence[0].text.startswith("no rank has made progress for 120")
+
+
+def test_a_rank_that_sleeps_is_hung_within_seconds(working: StuckJob) -> None:
+    [found] = wait(working, 3, 0.1)
+    assert (found.severity, found.rank) == ("critical", CULPRIT)
+
+
+def test_a_rank_that_stops_while_it_works_is_hung_within_seconds(working: StuckJob) -> None:
+    [found] = wait(working, 21, 0.9)
+    state = working.states[CULPRIT]
+    working.states[CULPRIT] = msgspec.structs.replace(state, process_state="T")
+    [found] = working.wait(2)
+    assert (found.severity, found.cause) == ("critical", "process stopped (SIGSTOP)")
+
+
+def test_a_pause_of_all_ranks_is_a_hang_after_two_minutes() -> None:
+    stuck = StuckJob()
+    for rank in stuck.job.ranks:
+        stuck.inside(rank, Op.STEP)
+    assert stuck.wait(19) == []
+    [found] = stuck.wait(2)
+    assert found.severity == "info"
+    assert found.summary == (
+        "The job pauses on all ranks (between operations), as in an evaluation. "
+        "After 120 s it counts as hung."
+    )
+    assert stuck.wait(97) == []
+    [found] = stuck.wait(4)
+    assert found.severity == "critical"
+    [found] = resume(stuck)
+    assert found.cleared
+
+
+def test_a_long_pause_that_ended_is_not_reported_again() -> None:
+    stuck = StuckJob()
+    for seconds, reports in ((40, 2), (40, 0), (70, 0)):
+        for rank in stuck.job.ranks:
+            stuck.inside(rank, Op.STEP)
+        assert len(stuck.wait(seconds) + resume(stuck)) == reports
+
+
+def test_pauses_of_a_job_with_long_steps_may_be_longer() -> None:
+    job = SimulatedJob(forward_seconds=1.5, backward_seconds=3.0, seed=1)  # steps of 40 s
+    stuck = StuckJob(job=job)
+    for rank in job.ranks:
+        stuck.inside(rank, Op.STEP)
+    assert stuck.wait(115) == []
+    [found] = stuck.wait(15)
+    assert found.severity == "info"
+    assert stuck.wait(100) == []
+    [found] = stuck.wait(30)
+    assert found.severity == "critical"
+
+
+def test_a_rank_that_is_killed_while_another_works_follows_no_hang(working: StuckJob) -> None:
+    wait(working, 21, 0.9)
+    working.job.exit(5, signal=9)
+    working.job.wait(3.0, working.states)
+    [failure] = [found for found in working.job.findings if found.kind == "failure"]
+    assert failure.follows is None
