@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from paceline_cli.preflight.facts import Interface, NodeFacts
 
@@ -41,6 +42,9 @@ def traffic_interface(node: NodeFacts, nodes: Sequence[NodeFacts]) -> Interface 
         setting = node.environment.get(name)
         if setting:
             return next((each for each in usable if matches(setting, each.name)), None)
+    # docker0 and virbr0 have the same address on all nodes: they connect no nodes.
+    holders = Counter(_addresses(each for other in nodes for each in other.interfaces))
+    usable = [each for each in usable if holders[each.addresses[0]] < 2] or usable
     networks = [_networks(each.interfaces) for each in nodes]
     shared = set.intersection(*filter(None, networks)) if any(networks) else set()
     in_shared = [each for each in usable if _networks([each]) & shared]
@@ -53,13 +57,14 @@ def address(node: NodeFacts, nodes: Sequence[NodeFacts]) -> str | None:
     return chosen.addresses[0].partition("/")[0] if chosen else None
 
 
+def _addresses(interfaces: Iterable[Interface]) -> Iterator[str]:
+    for interface in interfaces:
+        if interface.name != "lo":
+            yield from interface.addresses
+
+
 def _networks(interfaces: Iterable[Interface]) -> set[str]:
-    return {
-        str(ipaddress.ip_interface(each).network)
-        for interface in interfaces
-        if interface.name != "lo"
-        for each in interface.addresses
-    }
+    return {str(ipaddress.ip_interface(each).network) for each in _addresses(interfaces)}
 
 
 def _fastest(interface: Interface) -> tuple[bool, float, str]:

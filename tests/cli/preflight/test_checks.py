@@ -17,7 +17,7 @@ from paceline_cli.preflight.facts import (
     PreflightGpu,
     RdmaPort,
 )
-from paceline_cli.preflight.traffic import matches
+from paceline_cli.preflight.traffic import matches, traffic_interface
 from paceline_cli.preflight.verdict import Check, compare
 
 OUTLIER = "node-2"
@@ -293,3 +293,21 @@ def test_a_device_may_be_named_with_its_port() -> None:
     assert matches("=mlx5_0:1,mlx5_1", "mlx5_0", "1")
     assert not matches("=mlx5_0:1,mlx5_1", "mlx5_0", "2")
     assert matches("=mlx5_0:1,mlx5_1", "mlx5_1", "2")
+
+
+def test_a_bridge_of_containers_connects_no_nodes() -> None:
+    """Each rack has its own network, and each node a docker0 with the same address."""
+    docker0 = Interface(name="docker0", up=True, addresses=["172.17.0.1/16"])
+    nodes = [
+        msgspec.structs.replace(
+            node(number),
+            environment={},
+            interfaces=[
+                docker0,
+                Interface(name="eth0", up=True, addresses=[f"10.0.{number}.7/24"], physical=True),
+            ],
+        )
+        for number in range(3)
+    ]
+    chosen = [traffic_interface(each, nodes) for each in nodes]
+    assert [each.name for each in chosen if each] == ["eth0"] * 3
