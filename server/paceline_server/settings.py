@@ -164,6 +164,13 @@ class Settings(BaseSettings):
         words = names.split(",") if isinstance(names, str) else names
         return tuple(word.strip() for word in words if word.strip())
 
+    @field_validator("port", mode="before")
+    @classmethod
+    def _own_port(cls, port: object) -> object:
+        # Kubernetes sets PACELINE_SERVER_PORT to tcp://ADDRESS:PORT of a Service `paceline-server`.
+        is_of_service = isinstance(port, str) and port.startswith("tcp://")
+        return SERVER_PORT if is_of_service else port
+
     @field_validator("policy")
     @classmethod
     def _valid_policy(cls, path: Path | None) -> Path | None:

@@ -139,6 +139,13 @@ def test_settings_read_the_environment_and_prefer_the_command_line(
         Settings().port = 5  # type: ignore[misc]
 
 
+def test_variable_of_a_kubernetes_service_is_not_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pod gets one for a Service `paceline-server`, as deploy/kubernetes names it."""
+    monkeypatch.setenv("PACELINE_SERVER_PORT", "tcp://10.96.0.7:80")
+    assert Settings().port == 8470
+    assert Settings(port=1).port == 1
+
+
 @pytest.mark.parametrize(
     ("host", "answer"),
     [
