@@ -9,12 +9,12 @@ import ssl
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import click
 import httpx
 
-from paceline_wire.address import is_http_address
+from paceline_wire.address import is_http_address, is_loopback
 from paceline_wire.local_token import TokenFileError, find_token
 
 # Kind of resource in a 404 response, and the command that lists the existing ones.
@@ -49,6 +49,12 @@ def _tls_context(server: str, environment: Mapping[str, str]) -> ssl.SSLContext 
     return context
 
 
+def without_proxy(server: str) -> dict[str, httpx.BaseTransport | None] | None:
+    """Return httpx's `mounts` for a server: none of the environment's proxies on loopback."""
+    is_local = is_loopback(urlsplit(server).hostname or "")
+    return {"http://": None, "https://": None} if is_local else None
+
+
 class Client:
     """Calls under `/api/v1`. Every failure is a click.ClickException that says what to do."""
 
@@ -71,6 +77,7 @@ class Client:
             headers=headers,
             timeout=httpx.Timeout(timeout_seconds),
             verify=_tls_context(self.server, os.environ),
+            mounts=without_proxy(self.server),
         )
 
     def __enter__(self) -> Client:

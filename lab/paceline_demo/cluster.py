@@ -262,7 +262,9 @@ class Cluster:
         while time.monotonic() < deadline and self.server.poll() is None:
             reporting = None
             with contextlib.suppress(httpx.TransportError):
-                response = httpx.get(f"{self.url}/api/v1/nodes", headers=headers, timeout=2)
+                response = httpx.get(
+                    f"{self.url}/api/v1/nodes", headers=headers, timeout=2, trust_env=False
+                )
                 if response.status_code == 200:
                     reporting = len(response.json()["items"])
             if is_done(reporting):

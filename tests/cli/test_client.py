@@ -155,3 +155,19 @@ def test_no_server_says_how_to_start_one() -> None:
         pytest.raises(click.ClickException, match="Is `paceline server` running there"),
     ):
         nobody.get("/jobs")
+
+
+def test_no_proxy_is_between_a_server_on_loopback_and_its_user(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with Client(client.server) as behind_proxy:
+        assert behind_proxy.get("/word") == {"hello": 1}
+    with (
+        Client("http://node-1.example:8470") as other,
+        pytest.raises(click.ClickException, match="no answer"),
+    ):
+        other.get("/word")

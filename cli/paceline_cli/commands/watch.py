@@ -15,6 +15,7 @@ import httpx
 from click.core import ParameterSource
 
 from paceline_cli import companions
+from paceline_cli.client import without_proxy
 from paceline_cli.options import server_options
 from paceline_wire.address import SERVER_PORT, is_http_address
 from paceline_wire.local_token import state_directory
@@ -156,7 +157,8 @@ def _start(
 def _responds(server: str) -> bool:
     """Return whether a Paceline server responds at this address."""
     try:
-        answer = httpx.get(f"{server.rstrip('/')}/healthz", timeout=2.0)
-    except (httpx.HTTPError, httpx.InvalidURL):
+        with httpx.Client(timeout=2.0, mounts=without_proxy(server)) as client:
+            answer = client.get(f"{server.rstrip('/')}/healthz")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return False
     return answer.status_code == 200 and answer.text.strip() == "ok"
