@@ -135,7 +135,11 @@ class Client:
 
     def download(self, path: str, **parameters: Any) -> httpx.Response:
         """Get a resource that may take the server a while to compute."""
-        return self._answer("GET", path, params=parameters, timeout=httpx.Timeout(10.0, read=120.0))
+        timeout = httpx.Timeout(10.0, read=120.0)
+        response = self._answer("GET", path, params=parameters, timeout=timeout)
+        if response.headers.get("content-type", "").startswith("text/html"):
+            raise self._strange(response)
+        return response
 
     def _call(self, method: str, path: str, **options: Any) -> Any:
         response = self._answer(method, path, **options)

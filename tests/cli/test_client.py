@@ -110,6 +110,8 @@ def test_a_response_of_another_server_is_reported(client: Client) -> None:
     for path in ("/elsewhere", "/page"):
         with pytest.raises(click.ClickException, match="text/html, not as `paceline server` does"):
             client.get(path)
+        with pytest.raises(click.ClickException, match="text/html, not as `paceline server` does"):
+            client.download(path)
     for path in ("/list", "/word"):
         with pytest.raises(
             click.ClickException, match="application/json, not as `paceline server`"
