@@ -52,6 +52,9 @@ def launch(arguments: Sequence[str], environment: dict[str, str]) -> int:
                 nothing = os.open(os.devnull, os.O_RDWR)
                 for descriptor, standard in ((nothing, 0), (write, 1), (nothing, 2)):
                     os.dup2(descriptor, standard)
+                for name in os.listdir("/proc/self/fd"):  # a lock or a pipe ends with the command
+                    with contextlib.suppress(OSError):
+                        os.set_inheritable(int(name), int(name) < 3)
                 command = [sys.executable, "-m", "paceline_cli.companions", *arguments]
                 os.execve(sys.executable, command, environment)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -154,6 +155,24 @@ def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     finished = watch("--", "no-such-program", tmp_path=tmp_path)
     assert (finished.returncode, finished.stdout) == (1, "")
     assert finished.stderr == "Error: there is no program 'no-such-program'\n"
+
+
+def test_no_descriptor_of_the_command_is_held_until_the_agent_ends(tmp_path: Path) -> None:
+    """A lock or a pipe of a calling script is free when the command has ended."""
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    agent = ["sh", "-c", f"until test -e {tmp_path / 'end'}; do sleep 0.1; done"]
+    report = companions.launch(
+        [str(tmp_path / "node"), str(tmp_path), *agent, "--"], dict(os.environ)
+    )
+    os.close(write)
+    try:
+        assert select.select([read], [], [], 10.0)[0], "the pipe is still open"
+    finally:
+        (tmp_path / "end").touch()
+        with open(report) as lines:
+            assert "the agent ended with status 0" in lines.read()
+        os.close(read)
 
 
 def test_an_agent_runs_as_long_as_the_command(tmp_path: Path, node: Path) -> None:
