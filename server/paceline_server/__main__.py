@@ -11,6 +11,7 @@ python -m paceline_server policy
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from typing import Any, NoReturn, get_args
 
 import click
 from pydantic import ValidationError
+from sqlalchemy.engine import make_url
 
 from paceline_server.decide.types import AuditEntry
 from paceline_server.detect.kinds import SEVERITIES
@@ -230,6 +232,9 @@ class _open:  # noqa: N801 (reads as a verb)
     """Context manager that yields the migrated database."""
 
     def __init__(self, settings: Settings) -> None:
+        path = make_url(settings.database_url).database or ""
+        is_new = settings.database_url.startswith("sqlite:") and not os.path.exists(path)
+        self._created = os.path.abspath(path) if is_new else None
         self._database = Database(
             settings.database_url, timeout_seconds=settings.database_timeout_seconds
         )
@@ -239,6 +244,12 @@ class _open:  # noqa: N801 (reads as a verb)
             self._database.migrate()
         except UnusableError as error:
             _fail(str(error))
+        if self._created is not None:  # by default in the current directory, not in the server's
+            click.echo(
+                f"paceline server: created the database {self._created}. If the server uses another"
+                " one, name that with --database-url.",
+                err=True,
+            )
         return self._database
 
     def __exit__(self, *_: object) -> None:

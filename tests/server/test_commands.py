@@ -82,6 +82,18 @@ def test_server_without_tokens_listens_on_loopback_only(
     assert httpx.get(f"{url}/api/v1/jobs", headers=bearer, timeout=60).status_code == 200
 
 
+def test_database_that_a_command_has_created_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --database-url it is in the current directory, which may not be the server's."""
+    monkeypatch.chdir(tmp_path)
+    create = ["server", "token", "create", "--scope", "viewer", "--name"]
+    first, second = run(*create, "me"), run(*create, "you")
+    assert f"created the database {tmp_path / 'paceline.db'}. " in first.stderr
+    assert first.stdout.startswith("paceline_")
+    assert second.stderr == ""
+
+
 def test_port_in_use_is_reported_in_one_sentence(run_process: Callable[..., Any]) -> None:
     port = run_process("--port", "0").url().rpartition(":")[2]
     second = run_process("--port", port)
