@@ -147,6 +147,7 @@ class Database:
     def _migrate(self, connection: Connection) -> None:
         if not self.is_sqlite:  # a migration may take longer than the timeouts of a connection
             connection.execute(text("SET LOCAL statement_timeout = 0"))
+            connection.execute(text("SET LOCAL lock_timeout = '60s'"))  # for that of a replica
             connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
         self._lock_writes(connection)
         command.upgrade(alembic_config(connection), "head")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def test_transaction_of_a_stopped_process_gets_database_unavailable(
         with pytest.raises(UNAVAILABLE):
             session.execute(text("SELECT 1"))
     impatient.ping()
+    impatient.close()
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_replica_waits_for_the_migration_of_another(database: Database, database_url: str) -> None:
+    impatient = Database(database_url, timeout_seconds=0.2)
+    with ThreadPoolExecutor() as threads:
+        with database.write() as other:
+            migrated = threads.submit(impatient.migrate)
+            other.execute(text("SELECT pg_sleep(1)"))
+        migrated.result(60)
     impatient.close()
 
 
