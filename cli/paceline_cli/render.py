@@ -46,7 +46,8 @@ def show_table(
     if not rows:
         click.echo(empty)
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed
+    width = shutil.get_terminal_size().columns if is_terminal else None
     for line in table_lines(columns, rows, width if sentence else None):
         click.echo(line)
 

@@ -38,3 +38,8 @@ def test_a_line_from_the_log_of_a_job_cannot_control_the_terminal(capsys):
     thread = {"name": "main\r", "holds_gil": False, "frames": [frame]}
     render.show_stacks({"rank": 0, "threads": [thread]})
     assert not {"\x1b", "\r"} & set(capsys.readouterr().out)
+
+
+def test_a_table_without_a_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)  # as in `paceline jobs >&-`, or below a daemon
+    render.show_table(("JOB",), [("job-1",)], "No job.")
