@@ -6,8 +6,10 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from paceline_cli.commands.jobs import show_checkpoints, show_efficiency, show_ledger
+from paceline_cli.main import main
 from paceline_server.api.examples import EXAMPLES
 
 JOB: dict[str, Any] = EXAMPLES["Job"]
@@ -55,3 +57,9 @@ def test_an_unknown_mfu_has_its_reason(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.splitlines()[1] == "MFU unknown: the ranks report no GPU"
     show_efficiency(None)
     assert not capsys.readouterr().out
+
+
+def test_the_metadata_of_an_export_does_not_replace_its_trace() -> None:
+    result = CliRunner().invoke(main, ["jobs", "export", "job-1", "-o", "trace.yaml"])
+    assert result.exit_code == 2
+    assert "expected one such as trace.parquet" in result.output

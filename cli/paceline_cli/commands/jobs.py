@@ -359,8 +359,13 @@ def export(client: Client, job: str, output: Path, steps: int) -> None:
     paceline jobs export JOB -o trace.parquet
     paceline analyze trace.parquet --meta trace.yaml
     """
-    trace = fetch_trace(client, job, steps)
     metadata = output.with_suffix(".yaml")
+    if metadata == output:
+        raise click.BadParameter(
+            f"{output} is the name of the metadata; expected one such as trace.parquet",
+            param_hint="--output",
+        )
+    trace = fetch_trace(client, job, steps)
     try:
         output.write_bytes(trace.parquet)
         metadata.write_text(trace.metadata)
