@@ -246,8 +246,8 @@ class _open:  # noqa: N801 (reads as a verb)
             _fail(str(error))
         if self._created is not None:  # by default in the current directory, not in the server's
             click.echo(
-                f"paceline server: created the database {self._created}. If the server uses another"
-                " one, name that with --database-url.",
+                f"paceline server: created the database {self._created}. For that of another"
+                " server: paceline server --database-url URL ...",
                 err=True,
             )
         return self._database
