@@ -25,7 +25,7 @@ from paceline_evaluation.scoring import TrialVerdict, judge, names_fault
 _START_SECONDS = 180.0
 _WARM_UP_STEPS = 30
 _FATAL = frozenset({"hang", "crash"})
-_FATAL_SECONDS = 30.0
+_FATAL_SECONDS = 45.0  # a rank that uses a CPU may work for the first 20
 _FAULTY_STEPS = 60  # a fault not detected by then counts as a miss
 _FAULTY_SECONDS = 20.0  # or by then, if the steps are shorter
 _NONE_SECONDS = 60.0
