@@ -1,7 +1,7 @@
 // Keeps one job's state current: a snapshot, then the event stream, rendered once per frame.
 import { signal, type Signal } from "@preact/signals";
 
-import { api, ApiError, type Grid, type WhatIf } from "./api";
+import { api, ApiError, type Grid, type Job, type Rank, type WhatIf } from "./api";
 import { Refetch } from "./refetch";
 import { apply, begin, decode, type Change, type JobState } from "./store";
 import { EventStream } from "./stream";
@@ -13,10 +13,12 @@ const GRID_INTERVAL_MS = 1000;
 const GRID_MS_PER_CELL = 0.5;
 const WHAT_IF_INTERVAL_MS = 5000;
 /**
- * Without an event for this long the job is fetched again, because a verdict becomes outdated
- * over time.
+ * Without an event of the job for this long it is fetched again, because a verdict becomes outdated
+ * over time. Events of nodes do not count: nodes send them also while nothing analyzes the job.
  */
 const QUIET_MS = 5000;
+/** Shortest pause between two such fetches. */
+const QUIET_INTERVAL_MS = 1000;
 
 export class LiveJob {
   readonly state: Signal<JobState | null> = signal(null);
@@ -30,11 +32,26 @@ export class LiveJob {
   private frame: number | null = null;
   private timer: ReturnType<typeof setInterval> | undefined;
   private loads = 0;
+  /** When the job itself was received last, on this browser's clock. */
+  private jobAt = 0;
+  private readonly summary: Refetch<[Job, Rank[]]>;
   private readonly grid: Refetch<Grid>;
   private readonly whatIf: Refetch<WhatIf>;
   private closed = false;
 
   constructor(private readonly id: string) {
+    this.summary = new Refetch(
+      () => Promise.all([api.job(id), api.ranks(id)]),
+      ([job, ranks]) => {
+        // An event that arrived in the meantime may be newer.
+        if (!this.isQuiet()) return;
+        this.lastDataAt.value = Date.now();
+        this.push({ type: "job", data: job });
+        this.push({ type: "ranks", data: ranks });
+        this.grid.ask(0);
+      },
+      isRefused,
+    );
     this.grid = new Refetch(
       () => api.grid(id),
       (data) => {
@@ -76,7 +93,7 @@ export class LiveJob {
     if (this.stream !== null || this.closed) return;
     this.connection.value = "connecting";
     this.timer = setInterval(() => {
-      void this.refresh();
+      if (this.isQuiet()) this.summary.ask(QUIET_INTERVAL_MS);
     }, QUIET_MS);
     this.stream = new EventStream(`/api/v1/events?job=${encodeURIComponent(this.id)}`, {
       onOpen: (resumed) => {
@@ -89,6 +106,7 @@ export class LiveJob {
         const change = decode(event, data);
         if (change === null) return;
         this.push(change);
+        if (change.type === "job") this.jobAt = Date.now();
         if (change.type === "step" || change.type === "ranks") this.grid.ask(this.gridInterval());
         if (change.type === "step") this.whatIf.ask(WHAT_IF_INTERVAL_MS);
       },
@@ -96,19 +114,8 @@ export class LiveJob {
     });
   }
 
-  /** If no event arrived, fetch the resources that change over time. */
-  private async refresh(): Promise<void> {
-    if (Date.now() - (this.lastDataAt.value ?? 0) < QUIET_MS) return;
-    const stream = this.stream;
-    try {
-      const [job, ranks] = await Promise.all([api.job(this.id), api.ranks(this.id)]);
-      if (stream !== this.stream) return;
-      this.push({ type: "job", data: job });
-      this.push({ type: "ranks", data: ranks });
-      this.grid.ask(0);
-    } catch {
-      // The stream reports a server that does not respond.
-    }
+  private isQuiet(): boolean {
+    return Date.now() - this.jobAt >= QUIET_MS;
   }
 
   private disconnect(): void {
@@ -117,6 +124,7 @@ export class LiveJob {
     this.stream = null;
     if (this.frame !== null) cancelAnimationFrame(this.frame);
     this.frame = null;
+    this.summary.stop();
     this.grid.stop();
     this.whatIf.stop();
   }
@@ -142,7 +150,7 @@ export class LiveJob {
       this.state.value = begin(job, incidents, actions, this.state.value);
       this.connection.value = "live";
       this.error.value = null;
-      this.lastDataAt.value = Date.now();
+      this.lastDataAt.value = this.jobAt = Date.now();
       void this.loadLarge();
       this.grid.ask(0);
       this.whatIf.ask(0);
