@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
 
-import type { Job } from "./api";
+import type { Incident, Job, Node } from "./api";
 import { LiveJob } from "./live";
 
 type Answer = () => Response | Promise<Response>;
@@ -24,6 +24,23 @@ class Server {
     this.answers.set(path, () => Response.json(body));
   }
 
+  /** Hold back the next answer of a path until the returned function is called. */
+  hold(path: string, body: unknown): () => void {
+    const before = this.answers.get(path);
+    let release: () => void = () => undefined;
+    this.answers.set(path, () => {
+      if (before !== undefined) this.answers.set(path, before);
+      return new Promise((resolve) => {
+        release = () => {
+          resolve(Response.json(body));
+        };
+      });
+    });
+    return () => {
+      release();
+    };
+  }
+
   count(path: string): number {
     return this.asked.filter((each) => each === path).length;
   }
@@ -35,6 +52,11 @@ class Server {
     const answer = this.answers.get(path);
     return answer === undefined ? new Response("", { status: 404 }) : answer();
   };
+
+  /** Break the open stream. */
+  cut(): void {
+    this.streams.at(-1)?.error(new TypeError("network error"));
+  }
 
   send(event: string, data: unknown): void {
     const text = `id: ${this.asked.length}\nevent: ${event}\ndata: ${JSON.stringify(data)}\n\n`;
@@ -55,6 +77,8 @@ class Server {
 }
 
 const job = (text: string): Job => ({ id: "job-1", verdict: { text } }) as Job;
+const incident = (id: string, state: string): Incident =>
+  ({ id, state, urgency: 1, detected_at: "2026-01-01T00:00:00Z" }) as Incident;
 
 const page = Object.assign(new EventTarget(), { hidden: false });
 let server: Server;
@@ -86,6 +110,11 @@ async function pass(duration_ms: number): Promise<void> {
   await vi.advanceTimersByTimeAsync(duration_ms);
 }
 
+function show(hidden: boolean): void {
+  page.hidden = hidden;
+  page.dispatchEvent(new Event("visibilitychange"));
+}
+
 const verdict = (): string | undefined => live.state.value?.job.verdict.text;
 
 it("fetches a job again that no longer changes, while the nodes of others do", async () => {
@@ -102,4 +131,40 @@ it("asks a slow server for a quiet job once at a time", async () => {
   server.answers.set("/jobs/job-1", () => new Promise(() => undefined));
   await pass(25_000);
   expect(server.count("/jobs/job-1") - before).toBe(1);
+});
+
+it("fetches the nodes again, because a silent one sends no event that it is lost", async () => {
+  const node = (state: string): Node => ({ id: "node-1", state }) as Node;
+  server.send("node", node("ready"));
+  await pass(100);
+  server.has("/nodes", { items: [node("lost")] });
+  for (let second = 0; second < 60; second++) {
+    server.send("job", job("healthy"));
+    await pass(1000);
+  }
+  expect(live.state.value?.nodes.map(({ state }) => state)).toEqual(["lost"]);
+});
+
+it("drops events of before it was hidden, which the new snapshot contains", async () => {
+  server.send("incident", incident("inc-1", "open"));
+  await pass(0);
+  show(true);
+  server.has("/incidents", { items: [incident("inc-1", "resolved")] });
+  await pass(3_600_000);
+  show(false);
+  await pass(100);
+  expect(live.state.value?.incidents.map(({ state }) => state)).toEqual(["resolved"]);
+});
+
+it("drops the answer to an earlier request for the snapshot", async () => {
+  show(true);
+  show(false);
+  const release = server.hold("/incidents", { items: [] });
+  await pass(100);
+  server.cut();
+  server.has("/incidents", { items: [incident("inc-1", "open")] });
+  await pass(5000);
+  release();
+  await pass(100);
+  expect(live.state.value?.incidents.map(({ id }) => id)).toEqual(["inc-1"]);
 });

@@ -1,7 +1,7 @@
 // Keeps one job's state current: a snapshot, then the event stream, rendered once per frame.
 import { signal, type Signal } from "@preact/signals";
 
-import { api, ApiError, type Grid, type Job, type Rank, type WhatIf } from "./api";
+import { api, ApiError, type Grid, type Job, type Node, type Rank, type WhatIf } from "./api";
 import { Refetch } from "./refetch";
 import { apply, begin, decode, type Change, type JobState } from "./store";
 import { EventStream } from "./stream";
@@ -19,6 +19,8 @@ const WHAT_IF_INTERVAL_MS = 5000;
 const QUIET_MS = 5000;
 /** Shortest pause between two such fetches. */
 const QUIET_INTERVAL_MS = 1000;
+/** Pause between two fetches of all nodes: a silent node is lost without an event. */
+const NODES_INTERVAL_MS = 30_000;
 
 export class LiveJob {
   readonly state: Signal<JobState | null> = signal(null);
@@ -32,9 +34,11 @@ export class LiveJob {
   private frame: number | null = null;
   private timer: ReturnType<typeof setInterval> | undefined;
   private loads = 0;
+  private newestLoad: symbol | null = null;
   /** When the job itself was received last, on this browser's clock. */
   private jobAt = 0;
   private readonly summary: Refetch<[Job, Rank[]]>;
+  private readonly nodes: Refetch<Node[]>;
   private readonly grid: Refetch<Grid>;
   private readonly whatIf: Refetch<WhatIf>;
   private closed = false;
@@ -49,6 +53,13 @@ export class LiveJob {
         this.push({ type: "job", data: job });
         this.push({ type: "ranks", data: ranks });
         this.grid.ask(0);
+      },
+      isRefused,
+    );
+    this.nodes = new Refetch(
+      api.nodes,
+      (data) => {
+        this.push({ type: "nodes", data });
       },
       isRefused,
     );
@@ -94,6 +105,7 @@ export class LiveJob {
     this.connection.value = "connecting";
     this.timer = setInterval(() => {
       if (this.isQuiet()) this.summary.ask(QUIET_INTERVAL_MS);
+      this.nodes.ask(NODES_INTERVAL_MS);
     }, QUIET_MS);
     this.stream = new EventStream(`/api/v1/events?job=${encodeURIComponent(this.id)}`, {
       onOpen: (resumed) => {
@@ -124,7 +136,10 @@ export class LiveJob {
     this.stream = null;
     if (this.frame !== null) cancelAnimationFrame(this.frame);
     this.frame = null;
+    // The next connection starts with a snapshot, which is newer.
+    this.waiting = [];
     this.summary.stop();
+    this.nodes.stop();
     this.grid.stop();
     this.whatIf.stop();
   }
@@ -138,6 +153,7 @@ export class LiveJob {
   }
 
   private async load(): Promise<void> {
+    const load = (this.newestLoad = Symbol());
     const stream = this.stream;
     this.loads++;
     try {
@@ -146,7 +162,8 @@ export class LiveJob {
         api.incidents(this.id),
         api.actions(this.id),
       ]);
-      if (stream !== this.stream) return;
+      // The stream was opened again in the meantime, and a newer snapshot was requested.
+      if (load !== this.newestLoad || stream !== this.stream) return;
       this.state.value = begin(job, incidents, actions, this.state.value);
       this.connection.value = "live";
       this.error.value = null;
@@ -155,13 +172,13 @@ export class LiveJob {
       this.grid.ask(0);
       this.whatIf.ask(0);
     } catch (error) {
-      if (stream !== this.stream) return;
+      if (load !== this.newestLoad || stream !== this.stream) return;
       // Restart instead of resuming, because events are applied to a snapshot.
       this.disconnect();
       if (this.onError(error)) setTimeout(this.onVisibility, 2000);
     } finally {
       this.loads--;
-      this.flush();
+      if (this.loads === 0) this.flush();
     }
   }
 
