@@ -24,7 +24,7 @@ type Problem = Partial<Schemas["Problem"]>;
 
 /** A failed request, with the server's problem details (RFC 9457) if it sent any. */
 export class ApiError extends Error {
-  /** `status` is null if there was no response. */
+  /** `status` is null if there was no response, or one of another program. */
   constructor(
     readonly status: number | null,
     readonly title: string,
@@ -59,6 +59,9 @@ export const token = {
   set: (value: string): void => {
     sessionStorage.setItem(TOKEN_KEY, value);
   },
+  clear: (): void => {
+    sessionStorage.removeItem(TOKEN_KEY);
+  },
 };
 
 const SESSION_KEY = "paceline.session";
@@ -71,6 +74,8 @@ export function keepSession(): void {
   const half = new URLSearchParams(location.hash.slice(1)).get("session");
   if (half === null) return;
   localStorage.setItem(SESSION_KEY, half);
+  // A token would be sent instead, with fewer rights or none.
+  token.clear();
   history.replaceState(null, "", location.pathname + location.search);
 }
 
@@ -79,7 +84,7 @@ export async function request(path: string, init: RequestInit = {}): Promise<Res
   const headers = new Headers(init.headers);
   const bearer = token.get();
   const session = localStorage.getItem(SESSION_KEY);
-  if (bearer !== null) headers.set("Authorization", `Bearer ${bearer}`);
+  if (bearer !== null) authorize(headers, bearer);
   else if (session !== null) headers.set("X-Paceline-Session", session);
   let response: Response;
   try {
@@ -92,20 +97,49 @@ export async function request(path: string, init: RequestInit = {}): Promise<Res
   return response;
 }
 
-export async function failure(response: Response): Promise<ApiError> {
-  let problem: Problem = {};
+function authorize(headers: Headers, bearer: string): void {
   try {
-    problem = (await response.json()) as Problem;
+    headers.set("Authorization", `Bearer ${bearer}`);
   } catch {
-    // Not a problem document: use the status line.
+    // A header has no invisible characters such as those that a chat program adds.
+    throw new ApiError(401, "Unauthorized", "it contains a character that no token has.");
   }
-  const title = problem.title ?? `${response.status} ${response.statusText}`;
-  return new ApiError(response.status, title, problem.detail ?? "");
 }
 
+/** The error of a response that is not a 2xx. */
+export async function failure(response: Response): Promise<ApiError> {
+  let problem: Problem | null = null;
+  try {
+    problem = (await response.json()) as Problem | null;
+  } catch {
+    // Not a problem document.
+  }
+  if (typeof problem?.title !== "string") return foreign(response);
+  return new ApiError(response.status, problem.title, problem.detail ?? "");
+}
+
+/** The error of a response that a proxy sent: that it finds no server does not mean that a job is missing. */
+function foreign({ status, statusText }: Response): ApiError {
+  const title = `The server is not responding (${[status, statusText].join(" ").trim()})`;
+  return new ApiError(null, title, "The response is not from Paceline but from a proxy before it.");
+}
+
+/** The JSON of a response; raises ApiError if there is none. */
+async function content<T>(response: Response): Promise<T> {
+  try {
+    return (await response.json()) as T;
+  } catch (error) {
+    if (error instanceof SyntaxError) throw foreign(response);
+    throw new ApiError(null, "The server is not responding", "");
+  }
+}
+
+/** A request without a response for longer has failed: a broken connection may never report it. */
+const TIMEOUT_MS = 60_000;
+
 async function get<T>(path: keyof paths, parameters: Parameters = {}): Promise<T> {
-  const response = await request(address(path, parameters));
-  return (await response.json()) as T;
+  const signal = AbortSignal.timeout(TIMEOUT_MS);
+  return content(await request(address(path, parameters), { signal }));
 }
 
 /** All pages of a list, in order. */
@@ -144,7 +178,7 @@ async function decide(path: keyof paths, action_id: string): Promise<Action> {
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ comment: "" }),
   });
-  return (await response.json()) as Action;
+  return content(response);
 }
 
 /** How many steps a page keeps: at 0.5 s per step, the last 17 minutes. */
