@@ -62,3 +62,31 @@ def test_page_loads_only_its_own_files(site: Any, visit: Callable[..., Any]) -> 
     loaded = page.evaluate("performance.getEntriesByType('resource').map(each => each.name)")
     assert loaded
     assert all(name.startswith(site.url) for name in loaded)
+
+
+def test_slow_server_is_asked_for_the_list_once_at_a_time(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    page = visit(story.site.url).page
+    expect(page.locator("tbody tr")).to_have_count(1)
+    asked: list[Any] = []
+    page.route("**/api/v1/jobs", lambda route: asked.append(route))
+    page.wait_for_timeout(10_000)  # three intervals
+    assert len(asked) == 1
+    asked[0].continue_()
+
+
+def test_list_stays_while_the_server_is_unavailable(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    watch = visit(story.site.url)
+    rows = watch.page.locator("tbody tr")
+    expect(rows).to_have_count(1)
+    problem = '{"title": "Service Unavailable", "status": 503}'
+    watch.page.route("**/api/v1/jobs", lambda route: route.fulfill(status=503, body=problem))
+    expect(watch.page.locator(".banner")).to_contain_text("may be out of date")
+    expect(rows).to_have_count(1)
+    watch.page.unroute("**/api/v1/jobs")
+    expect(watch.page.locator(".banner")).to_have_count(0)
+    assert set(watch.refused) == {503}
+    watch.refused.clear()

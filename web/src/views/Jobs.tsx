@@ -1,4 +1,4 @@
-import { useCallback, useEffect, useState } from "preact/hooks";
+import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 
 import { api, ApiError, type Job } from "../api";
 import { Ago } from "../components/Ago";
@@ -13,14 +13,21 @@ const REFRESH_MS = 3000;
 export function Jobs() {
   const [jobs, setJobs] = useState<Job[] | null>(null);
   const [error, setError] = useState<ApiError | null>(null);
+  /** The newest request; null once it has a response. Responses to earlier ones are ignored. */
+  const running = useRef<symbol | null>(null);
 
   const load = useCallback(async () => {
+    const own = (running.current = Symbol());
+    const take = (found: Job[] | null, problem: ApiError | null): void => {
+      if (own !== running.current) return;
+      running.current = null;
+      if (found !== null) setJobs(found.sort((a, b) => Date.parse(b.created_at) - Date.parse(a.created_at)));
+      setError(problem);
+    };
     try {
-      const found = await api.jobs();
-      setJobs(found.sort((a, b) => Date.parse(b.created_at) - Date.parse(a.created_at)));
-      setError(null);
+      take(await api.jobs(), null);
     } catch (problem) {
-      setError(problem instanceof ApiError ? problem : new ApiError(null, String(problem), ""));
+      take(null, problem instanceof ApiError ? problem : new ApiError(null, String(problem), ""));
     }
   }, []);
 
@@ -28,14 +35,14 @@ export function Jobs() {
     document.title = "Jobs · Paceline";
     void load();
     const timer = setInterval(() => {
-      if (!document.hidden) void load();
+      if (!document.hidden && running.current === null) void load();
     }, REFRESH_MS);
     return () => {
       clearInterval(timer);
     };
   }, [load]);
 
-  if (error !== null && (jobs === null || error.status !== null))
+  if (error !== null && (jobs === null || !error.away))
     return (
       <Failure
         error={error}
@@ -49,7 +56,7 @@ export function Jobs() {
   if (jobs.length === 0) return <Empty />;
   return (
     <>
-      {error !== null && <p class="banner tone-bad">The server is not responding. This list may be out of date.</p>}
+      {error !== null && <p class="banner tone-bad">{error.title}. This list may be out of date.</p>}
       <section class="panel">
         <header>
           <h1>Jobs</h1>
