@@ -12,6 +12,9 @@ class Server {
   /** The open streams, newest last. */
   readonly streams: ReadableStreamDefaultController<Uint8Array>[] = [];
 
+  /** How the next stream starts. */
+  start: "resumed" | "snapshot" = "snapshot";
+
   constructor() {
     for (const path of ["/incidents", "/actions", "/nodes", "/jobs/job-1/ranks", "/jobs/job-1/steps"])
       this.has(path, { items: [] });
@@ -72,7 +75,7 @@ class Server {
         });
       },
     });
-    return new Response(body);
+    return new Response(body, { headers: { "Paceline-Stream-Start": this.start } });
   }
 }
 
@@ -167,4 +170,18 @@ it("drops the answer to an earlier request for the snapshot", async () => {
   release();
   await pass(100);
   expect(live.state.value?.incidents.map(({ id }) => id)).toEqual(["inc-1"]);
+});
+
+it.each(["resumed", "snapshot"] as const)("fetches the job after a break unless the stream is resumed: %s", async (start) => {
+  server.send("incident", incident("inc-1", "open"));
+  await pass(100);
+  const before = server.count("/incidents");
+  server.has("/incidents", { items: [incident("inc-1", "resolved")] });
+  server.start = start;
+  server.cut();
+  await pass(5000);
+  expect(server.streams).toHaveLength(2);
+  expect(server.count("/incidents") - before).toBe(start === "snapshot" ? 1 : 0);
+  const state = start === "snapshot" ? "resolved" : "open";
+  expect(live.state.value?.incidents.map((each) => each.state)).toEqual([state]);
 });

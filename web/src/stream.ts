@@ -69,7 +69,8 @@ export class EventStream {
       const response = await request(this.path, { headers, signal: attempt.signal, cache: "no-store" });
       if (response.body === null) throw new Error("the stream has no body");
       onOpen();
-      this.handlers.onOpen(this.lastEventId !== null);
+      const isSnapshot = response.headers.get("Paceline-Stream-Start") === "snapshot";
+      this.handlers.onOpen(this.lastEventId !== null && !isSnapshot);
       await readMessages(
         response.body,
         (message) => {

@@ -157,6 +157,7 @@ def test_reconnected_client_resumes_and_gets_each_resource_once(server: Any) -> 
     with stream(
         server, f"/api/v1/events?job={job_id}", **{"Last-Event-ID": str(position)}
     ) as answer:
+        assert answer.headers["Paceline-Stream-Start"] == "resumed"
         found = events(answer)
         number, kind, job = next(found)
         assert (kind, job["id"]) == ("job", job_id)
@@ -174,6 +175,7 @@ def test_client_that_cannot_resume_gets_a_snapshot(server: Any) -> None:
         prune_changes(session, 2)
     for known in ("999999", "0", "x"):
         with stream(server, f"/api/v1/events?job={job_id}", **{"Last-Event-ID": known}) as answer:
+            assert answer.headers["Paceline-Stream-Start"] == "snapshot"
             found = events(answer)
             assert [next(found)[1] for _ in range(2)] == ["job", "ranks"]
 

@@ -25,6 +25,7 @@ from paceline_server.store.changes import changes_after, newest_change, oldest_c
 from paceline_server.store.database import UNAVAILABLE
 
 router = APIRouter(prefix="/events", tags=["events"])
+_STREAM_START = "Paceline-Stream-Start"
 _CHANGES_PER_PAGE = 1000
 _EXAMPLE = 'id: 42\nevent: job\ndata: {"id": "job-1a2b3c4d", "state": "running"}\n\n'
 
@@ -65,7 +66,12 @@ def stream_events(
     return StreamingResponse(
         _events(request, parts, job, first),
         media_type="text/event-stream",
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        headers={
+            "Cache-Control": "no-store",
+            "X-Accel-Buffering": "no",
+            # A snapshot lacks what ended in the meantime, so a client that resumes must know.
+            _STREAM_START: "snapshot" if resume is None else "resumed",
+        },
     )
 
 
