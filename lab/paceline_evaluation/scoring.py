@@ -225,30 +225,39 @@ def _false_alarms(record: TrialRecord) -> tuple[list[ReportedFinding], list[Repo
     """Return the false alarms before any fault, and those during one."""
     clean: list[ReportedFinding] = []
     other: list[ReportedFinding] = []
-    for reported in _first_reports(record.findings):
-        begun = [fault for fault in record.faults if _has_begun(reported, fault)]
-        if not begun and reported.finding.severity != "info":
-            clean.append(reported)
-        elif begun and not any(_is_about(reported.finding, fault) for fault in begun):
-            other.append(reported)
+    for reports in _active_reports(record.findings):
+        for reported in _notable(reports):
+            begun = [fault for fault in record.faults if _has_begun(reported, fault)]
+            if not begun and reported.finding.severity != "info":
+                clean.append(reported)
+                break
+            if begun and not any(_is_about(reported.finding, fault) for fault in begun):
+                other.append(reported)
+                break
     return clean, other
 
 
-def _first_reports(found: Sequence[ReportedFinding]) -> Iterator[ReportedFinding]:
-    """Yield the first report of each finding, and the first one after each time it was cleared.
-
-    The first one above severity `info` is yielded too.
-    """
-    active: dict[str, bool] = {}  # by fingerprint: whether it was above severity `info`
+def _active_reports(found: Sequence[ReportedFinding]) -> list[list[ReportedFinding]]:
+    """Return the reports of each finding until it was cleared, in the order of the first ones."""
+    result: list[list[ReportedFinding]] = []
+    active: dict[str, list[ReportedFinding]] = {}
     for reported in found:
         fingerprint = reported.finding.fingerprint
         if reported.finding.cleared:
             active.pop(fingerprint, None)
-            continue
-        is_serious = reported.finding.severity != "info"
-        if fingerprint not in active or (is_serious and not active[fingerprint]):
-            yield reported
-        active[fingerprint] = is_serious or active.get(fingerprint, False)
+        elif fingerprint in active:
+            active[fingerprint].append(reported)
+        else:
+            active[fingerprint] = [reported]
+            result.append(active[fingerprint])
+    return result
+
+
+def _notable(reports: Sequence[ReportedFinding]) -> Iterator[ReportedFinding]:
+    """Yield the first report, and if that is information, the first above severity `info`."""
+    yield reports[0]
+    if reports[0].finding.severity == "info":
+        yield from [one for one in reports if one.finding.severity != "info"][:1]
 
 
 def _has_begun(reported: ReportedFinding, fault: TrialFault) -> bool:

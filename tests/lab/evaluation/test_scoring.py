@@ -100,6 +100,13 @@ def test_advice_in_a_healthy_job_is_no_alarm_and_a_warning_is():
     assert alarms(judge(healthy((20, warning)))) == (1, 0)
 
 
+def test_information_that_becomes_a_warning_is_a_false_alarm_from_then_on():
+    advice, warning = finding(rank=5, severity="info"), finding(rank=5)
+    assert alarms(judge(healthy((20, advice), (30, warning), (40, warning)))) == (1, 0)
+    assert alarms(judge(record((55, advice), (60, warning)))) == (0, 1)
+    assert alarms(judge(record((40, advice), (60, warning)))) == (0, 1)
+
+
 def test_a_bubble_beside_a_slow_rank_is_its_symptom_but_another_kind_is_an_alarm():
     assert alarms(judge(record((55, finding("bubble", None))))) == (0, 0)
     assert alarms(judge(record((55, finding("slow_data"))))) == (0, 1)
