@@ -147,16 +147,17 @@ class _FaultVerdict:
     @classmethod
     def of(cls, record: TrialRecord, position: int) -> _FaultVerdict:
         fault = record.faults[position]
-        others = [other for other in record.faults if other is not fault]
+        others = [other for other in range(len(record.faults)) if other != position]
         own = [
             finding
             for finding in record.findings
-            if _has_kind(finding, fault) and not any(_hits(finding, other) for other in others)
+            if _has_kind(finding, record, position)
+            and not any(_hits(finding, record, other) for other in others)
         ]
         hits = [reported for reported in own if _names(reported.finding, fault)]
         if not hits:
             return cls(bool(own), False, False, None, None, None)
-        onset_seconds = record.onset_seconds[position] if record.onset_seconds else None
+        onset_seconds = _onset_seconds(record, position)
         return cls(
             detected=True,
             hit=True,
@@ -168,15 +169,16 @@ class _FaultVerdict:
         )
 
 
-def _has_kind(reported: ReportedFinding, fault: TrialFault) -> bool:
+def _has_kind(reported: ReportedFinding, record: TrialRecord, position: int) -> bool:
     """Return whether it has the fault's kind and was reported after the onset."""
-    finding = reported.finding
-    begun = fault.kind in ("hang", "crash") or reported.step >= fault.onset_step
+    finding, fault = reported.finding, record.faults[position]
+    begun = _has_begun(reported, record, position)
     return finding.kind == EXPECTED[fault.kind] and not finding.cleared and begun
 
 
-def _hits(reported: ReportedFinding, fault: TrialFault) -> bool:
-    return _has_kind(reported, fault) and _names(reported.finding, fault)
+def _hits(reported: ReportedFinding, record: TrialRecord, position: int) -> bool:
+    fault = record.faults[position]
+    return _has_kind(reported, record, position) and _names(reported.finding, fault)
 
 
 def _names(finding: Finding, fault: TrialFault) -> bool:
@@ -227,7 +229,11 @@ def _false_alarms(record: TrialRecord) -> tuple[list[ReportedFinding], list[Repo
     other: list[ReportedFinding] = []
     for reports in _active_reports(record.findings):
         for reported in _notable(reports):
-            begun = [fault for fault in record.faults if _has_begun(reported, fault)]
+            begun = [
+                fault
+                for position, fault in enumerate(record.faults)
+                if _has_begun(reported, record, position)
+            ]
             if not begun and reported.finding.severity != "info":
                 clean.append(reported)
                 break
@@ -260,10 +266,16 @@ def _notable(reports: Sequence[ReportedFinding]) -> Iterator[ReportedFinding]:
         yield from [one for one in reports if one.finding.severity != "info"][:1]
 
 
-def _has_begun(reported: ReportedFinding, fault: TrialFault) -> bool:
-    if fault.kind in ("hang", "crash"):
-        return reported.step >= fault.onset_step - 1
-    return reported.step >= fault.onset_step
+def _has_begun(reported: ReportedFinding, record: TrialRecord, position: int) -> bool:
+    """Return whether the fault had begun; by time for a hang or exit, which no step follows."""
+    fault, onset_seconds = record.faults[position], _onset_seconds(record, position)
+    if fault.kind not in ("hang", "crash") or onset_seconds is None:
+        return reported.step >= fault.onset_step
+    return reported.seconds >= onset_seconds
+
+
+def _onset_seconds(record: TrialRecord, position: int) -> float | None:
+    return record.onset_seconds[position] if record.onset_seconds else None
 
 
 def _is_about(finding: Finding, fault: TrialFault) -> bool:

@@ -121,6 +121,15 @@ def test_the_latest_cause_is_scored_and_unknown_is_correct_without_telemetry():
     assert judge(record((55, finding()), faults=(unseen,))).cause_correct is False
 
 
+@pytest.mark.parametrize(("kind", "found"), [("hang", "hang"), ("crash", "failure")])
+def test_a_hang_or_exit_reported_before_it_happened_is_a_false_alarm(kind: str, found: str):
+    fault = TrialFault(kind, ONSET, 1.0, ranks=(3,), node=1, cause="host")
+    before = judge(record((20, finding(found)), faults=(fault,)))
+    assert (before.hit, alarms(before)) == (False, (1, 0))
+    after = judge(record((ONSET - 2, finding(found)), faults=(fault,)))  # after 10 s
+    assert (after.hit, alarms(after)) == (True, (0, 0))
+
+
 def test_two_faults_must_both_be_hits_and_the_larger_latency_counts():
     data = TrialFault("data_stall", ONSET + 2, 0.3, ranks=(6,), node=3, cause="disk")
     slow = finding("slow_data", 6, cause="slow disk")
