@@ -200,10 +200,10 @@ def _names(finding: Finding, fault: TrialFault) -> bool:
 
 
 def _crosses(finding: Finding, fault: TrialFault) -> bool:
-    """Return whether the finding names the link between the two nodes, or one of its ends."""
-    named = {*finding.ranks, *(finding.link or ())}
+    """Return whether the finding names the network of a node, or a link between both nodes."""
+    named = finding.link or finding.ranks
     nodes = {rank // (len(fault.ranks) // 2) for rank in named}
-    return finding.node is not None or len(nodes) == 2
+    return len(nodes) == 2 or (finding.link is None and finding.node is not None)
 
 
 def names_fault(finding: Finding, fault: TrialFault) -> bool:

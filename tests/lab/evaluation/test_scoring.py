@@ -167,6 +167,19 @@ def test_a_link_has_two_ends_in_any_order():
     assert (wrong.detected, wrong.hit, alarms(wrong)) == (True, False, (0, 1))
 
 
+@pytest.mark.parametrize(
+    ("found", "hit"),
+    [
+        (finding("slow_link", None, link=(1, 2), ranks=[1, 2]), True),
+        (finding("slow_link", None, ranks=[0, 1], node="node-0"), True),
+        (finding("slow_link", None, link=(0, 1), ranks=[0, 1], node="node-0"), False),
+    ],
+)
+def test_a_link_within_a_node_is_not_the_network_of_the_node(found: Finding, hit: bool):
+    fault = TrialFault("slow_link", ONSET, 0.5, ranks=(0, 1, 2, 3), node=0, way="rate_limit")
+    assert judge(record((55, found), faults=(fault,))).hit is hit
+
+
 def test_a_weak_fault_is_no_miss_and_a_finding_of_its_rank_no_alarm():
     weak = TrialFault("slow_rank", ONSET, 0.06, ranks=(3,), node=1)
     found = judge(record((60, finding()), faults=(weak,)))
