@@ -12,6 +12,7 @@ from paceline_cli.client import Client
 from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.record import ReportedFinding, TrialRecord
 from paceline_server.detect.finding import Finding
+from paceline_server.detect.kinds import severity_rank
 
 SERVER_SECONDS = 60.0  # until it answers: on a busy host a trial is not given up for that
 _POLL_SECONDS = 0.2
@@ -24,6 +25,7 @@ class ObservedJob:
     client: Client
     job_id: str
     view: dict[str, Any] = field(default_factory=dict)
+    # by id, with the highest severity so far: a warning stays one when it turns out to cost little
     incidents: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def is_known(self) -> bool:
@@ -33,7 +35,9 @@ class ObservedJob:
     def poll(self) -> None:
         self.view = self.client.get(f"/jobs/{self.job_id}")
         for incident in self.client.items("/incidents", job=self.job_id):
-            self.incidents[incident["id"]] = incident
+            before = self.incidents.get(incident["id"], incident)
+            highest = max(incident["severity"], before["severity"], key=severity_rank)
+            self.incidents[incident["id"]] = {**incident, "severity": highest}
 
     @property
     def step(self) -> int:
