@@ -212,5 +212,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _remove(group: Path) -> None:
+    """Remove a control group; the processes in it go to its parent."""
+    for pid in (group / "cgroup.procs").read_text().split():
+        with contextlib.suppress(OSError):  # it has ended
+            (group.parent / "cgroup.procs").write_text(pid)
     with contextlib.suppress(OSError):  # a killed process may not have left it yet
         group.rmdir()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from paceline_demo.cluster import start_process
 from paceline_evaluation.foreign.arm import ForeignArm
+from paceline_evaluation.foreign.cluster import ForeignCluster
+from paceline_evaluation.foreign.inject import Injector, why_no_control_groups
 from paceline_evaluation.foreign.network_nodes import NetworkNodes, why_unavailable
 from paceline_evaluation.foreign.plan import (
     FAULTS,
@@ -50,6 +55,33 @@ def test_two_evaluations_on_one_machine_have_networks_of_their_own() -> None:
     with ExitStack() as cleanup:
         nodes = [NetworkNodes(1, cleanup) for _ in range(3)]
         assert len({each.server_address for each in nodes}) == 3
+
+
+def test_a_shared_cpu_leaves_neither_a_process_nor_a_control_group() -> None:
+    if (reason := why_no_control_groups()) is not None:
+        pytest.skip(f"NOT TESTED: {reason}")
+    cluster = ForeignCluster()
+
+    def groups() -> list[Path]:
+        name, top = f"paceline-{cluster.mark}", Path("/sys/fs/cgroup")
+        return [*top.glob(name), *top.glob(f"*/{name}")]  # version 2, version 1
+
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    rank = start_process(command, cluster.directory / "rank.log", cluster.environment())
+    try:
+        with ExitStack() as cleanup:
+            plan = replace(CRASH, kind="slow_rank", fault="hog", faulty_rank=0)
+            ranks = [{"rank": 0, "pid": rank.pid}]
+            Injector(cluster, plan, ranks, 0.1, cleanup).inject(None)
+            assert len(cluster.processes()) == 2
+            assert groups()
+    finally:
+        rank.kill()
+        rank.wait()
+        orphans = cluster.close()
+        cluster.remove_logs()
+    assert orphans == 0
+    assert groups() == []
 
 
 @pytest.mark.campaign
