@@ -353,7 +353,8 @@ def judge_recovery(
         result: of the trial.
         log: of the job.
         pids: the processes before the fault, by rank.
-        newest: steps that all ranks had completed before the fault.
+        newest: steps that all ranks had completed when the fault was injected; they may complete
+            more until they are replaced.
         injected_seconds: when the fault was injected.
         committed: the intact checkpoints at that time, the best one last.
     """
@@ -362,9 +363,25 @@ def judge_recovery(
         return  # the ranks were not replaced
     resumed = min(steps[0].completed for steps in log.of_process(log.pids())) - 1
     result.seconds = first.at_seconds - injected_seconds
-    result.lost_steps = max(0, newest - resumed)
+    finished = max(newest, _finished_until_replaced(log, pids, injected_seconds))
+    result.lost_steps = max(0, finished - resumed)
     if committed:
         result.steps_destroyed = max(0, committed[-1][0] - resumed)
+
+
+def _finished_until_replaced(log: StepLog, pids: dict[int, int], injected_seconds: float) -> int:
+    """Return how many steps all ranks had completed in the processes before the newest ones."""
+    now = log.pids()
+    completed = [
+        [
+            step.completed
+            for step in steps
+            if step.pid != now[rank]
+            and (step.pid == pids[rank] or step.at_seconds >= injected_seconds)
+        ]
+        for rank, steps in enumerate(log.read())
+    ]
+    return min(max(steps, default=0) for steps in completed)
 
 
 def _wait_for_outcome(plan: FaultPlan, running: RunningJob, before: dict[str, Any]) -> str:

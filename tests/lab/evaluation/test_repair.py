@@ -86,6 +86,17 @@ def test_steps_are_lost_from_the_newest_common_step_to_the_one_resumed(tmp_path:
     assert is_good(result)
 
 
+def test_steps_after_the_injection_and_of_a_generation_between_are_lost_too(tmp_path: Path) -> None:
+    drained = (OLD, 24, 8.9), (OLD, 25, 9.0), (OLD, 31, 11.0), (NEW, 21, 15.5)
+    result = judged(write(tmp_path, *drained), newest=25, committed=[])
+    assert result.lost_steps == 11
+    killed_twice = (OLD, 25, 9.0), (150, 21, 12.0), (150, 28, 13.0), (NEW, 21, 15.5)
+    result = judged(write(tmp_path, *killed_twice), newest=25, committed=[])
+    assert result.lost_steps == 8
+    earlier = (50, 40, 1.0), (OLD, 25, 9.0), (NEW, 21, 15.5)
+    assert judged(write(tmp_path, *earlier), newest=25, committed=[]).lost_steps == 5
+
+
 def test_steps_before_the_newest_intact_checkpoint_count_as_destroyed(tmp_path: Path) -> None:
     log = write(tmp_path, (OLD, 25, 9.0), (NEW, 11, 15.5))
     result = judged(log, newest=25, committed=[(10, tmp_path), (20, tmp_path)])
