@@ -117,7 +117,7 @@ class RepairArm:
             )
             if found is not None:
                 results.append(found)
-            else:
+            if found is None or not found.recovered:
                 report(0, f"{launcher} did not recover from one of the kills")
 
         done = {one.launcher for one in results}

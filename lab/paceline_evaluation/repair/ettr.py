@@ -24,7 +24,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean
 
@@ -54,6 +54,8 @@ class Ettr:
     repeated_steps: int
     measured: float
     optimum: float
+    # whether the job trained again after the last fault; if not, its downtime ends with the wait
+    recovered: bool = True
 
     @property
     def ratio(self) -> float:
@@ -63,10 +65,13 @@ class Ettr:
 def measure(
     launcher: str, trainer: str, log: StepLog, faults: int, seed: int, checkpoint_steps: int = 0
 ) -> Ettr | None:
-    """Kill ranks of a steady job at random times. Return None if it does not recover from one."""
+    """Kill ranks of a steady job at random times, until it does not recover from one.
+
+    Return None if the job had no undisturbed step.
+    """
     chance = random.Random(f"{seed} ettr")
     begun, first = time.monotonic(), log.newest()
-    due, downtimes = begun, list[float]()
+    due, downtimes, recovered = begun, list[float](), True
     for _ in range(faults):
         due += chance.expovariate(1.0 / MTTF_SECONDS)
         rank, number = chance.randrange(WORLD), chance.choice(_SIGNALS)
@@ -80,8 +85,10 @@ def measure(
             now = log.pids()
             return all(now[rank] != pid for rank, pid in before.items())
 
-        if not wait_until(trains_again, _RECOVERY_SECONDS, 0.05):
-            return None
+        recovered = wait_until(trains_again, _RECOVERY_SECONDS, 0.05)
+        if not recovered:
+            downtimes.append(time.monotonic() - injected)
+            break
         again = log.first_common(log.pids())
         assert again is not None, "all ranks have finished a step"
         downtimes.append(again.at_seconds - injected)
@@ -91,7 +98,8 @@ def measure(
         return None
     new_steps = log.newest() - first
     done = sum(step.at_seconds >= begun for step in log.read()[0])
-    return result(launcher, trainer, seconds, new_steps, done - new_steps, step_seconds, downtimes)
+    found = result(launcher, trainer, seconds, new_steps, done - new_steps, step_seconds, downtimes)
+    return replace(found, recovered=recovered)
 
 
 def undisturbed_step_seconds(

@@ -193,6 +193,7 @@ def _ettr_text(one: dict[str, Any]) -> str:
         f"{one['optimum']:.3f} with its downtime of {one['downtime_seconds']:.1f} s; "
         f"{one['repeated_steps']} steps repeated, {one['new_steps']} new ones of "
         f"{one['step_seconds'] * 1000:.0f} ms."
+        f"{'' if one['recovered'] else ' It did not recover from the last fault.'}"
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -143,6 +145,31 @@ def test_the_optimum_is_that_of_free_checkpoints_after_each_step() -> None:
     found = ettr.result("Paceline", "ddp", 600.0, 5_300, 40, 0.1, [6.0] * 10)
     assert found.measured == pytest.approx(530 / 600)
     assert found.ratio == pytest.approx(found.measured / 0.8991667)
+
+
+def test_a_job_that_does_not_recover_has_an_ettr_with_that_downtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(WORLD)]
+    now = time.monotonic()
+    for rank, process in enumerate(ranks):
+        lines = [
+            f"{process.pid} {step} {round((now - 100 + step / 10) * 1e9)}\n" for step in range(500)
+        ]
+        (tmp_path / f"steps.{rank}").write_text("".join(lines))
+    monkeypatch.setattr(ettr, "MTTF_SECONDS", 0.01)
+    monkeypatch.setattr(ettr, "_RECOVERY_SECONDS", 0.5)
+    try:
+        found = ettr.measure("Paceline", "ddp", StepLog(tmp_path), 3, seed=1)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert found is not None
+    assert (found.faults, found.new_steps, found.measured) == (1, 0, 0.0)
+    assert found.downtime_seconds >= 0.5
+    figures = report.figures(RepairResults(ettr=[found]), [])
+    assert any("did not recover" in line for line in report.sentences(figures))
 
 
 def test_an_undisturbed_step_is_neither_early_nor_just_after_a_checkpoint() -> None:
