@@ -15,7 +15,14 @@ from paceline_evaluation.repair import ettr, faults, noise, torchrun
 from paceline_evaluation.repair.cluster import Database, RepairCluster, why_missing
 from paceline_evaluation.repair.schedule import PlannedTrial, draw, groups
 from paceline_evaluation.repair.trainings import StepLog, Training, available_trainings
-from paceline_evaluation.repair.trial import FinalState, RunningJob, TrialResult, is_good, play
+from paceline_evaluation.repair.trial import (
+    NOT_PLAYED,
+    FinalState,
+    RunningJob,
+    TrialResult,
+    is_good,
+    play,
+)
 
 KINDS = ("none", *faults.KINDS, "mttf_60")
 _FAULTS_PER_JOB = 30
@@ -150,7 +157,7 @@ class RepairArm:
                 for trial in group:
                     running = running or self._job(cluster, client, trial.training)
                     result = _played(trial, running)
-                    if result.outcome.startswith("not played"):
+                    if not result.was_played:
                         stop_jobs(cluster.url, cluster.operator_token)
                         running = None
                     results.trials.append(result)
@@ -199,7 +206,7 @@ def _played(trial: PlannedTrial, running: RunningJob) -> TrialResult:
             plan.name,
             trial.training.name,
             required=plan.outcome,
-            outcome=f"not played: {error.message}",
+            outcome=f"{NOT_PLAYED}: {error.message}",
         )
     result.number = trial.number
     return result

@@ -50,15 +50,17 @@ def figures(results: RepairResults, skipped: Sequence[str]) -> dict[str, Any]:
         found[key] = {
             name: _figures([one for one in results.trials if group(one) == name]) for name in names
         }
-    compared = {(one.fault, one.trainer) for one in results.baseline}
-    same = [one for one in results.trials if (one.fault, one.trainer) in compared]
+    baseline = [one for one in results.baseline if one.was_played]
+    compared = {(one.kind, one.number) for one in baseline}
+    same = [one for one in results.trials if (one.kind, one.number) in compared]
     found["torchrun"] = {
-        "overall": _figures(results.baseline),
+        "overall": _figures(baseline),
         "paceline": _figures(same),  # the same faults
         "by_way": {
-            name: _figures([one for one in results.baseline if one.fault == name])
-            for name in dict.fromkeys(one.fault for one in results.baseline)
+            name: _figures([one for one in baseline if one.fault == name])
+            for name in dict.fromkeys(one.fault for one in baseline)
         },
+        "not_played": len(results.baseline) - len(baseline),
     }
     found["final_states"] = [_final_state(state) for state in results.final_states]
     found["ettr"] = [_ettr(one) for one in results.ettr]
@@ -155,6 +157,11 @@ def sentences(found: dict[str, Any]) -> list[str]:
     ]
     if torchrun["overall"]["n"]:
         result.append(f"The same faults: {_compared(torchrun)}.")
+    if torchrun["not_played"]:
+        result.append(
+            f"Faults that torchrun did not have, because its job did not train before: "
+            f"{torchrun['not_played']}."
+        )
     states = found["final_states"]
     if states:
         equal = sum(state["is_equal"] for state in states)

@@ -38,6 +38,7 @@ from paceline_evaluation.repair.trainings import (
     plain_environment,
 )
 from paceline_evaluation.repair.trial import (
+    NOT_PLAYED,
     STEADY_STEPS,
     TrialResult,
     judge_recovery,
@@ -278,7 +279,7 @@ def _play(trial: PlannedTrial, job: TorchrunJob) -> TrialResult:
     )
     job.chance = random.Random(trial.seed)
     if not job.make_steady():
-        result.outcome = "not played: the job did not train"
+        result.outcome = f"{NOT_PLAYED}: the job did not train"
         return result
     time.sleep(job.chance.uniform(0.0, 2.0))
     pids, newest = job.log.pids(), job.log.newest()
@@ -287,7 +288,7 @@ def _play(trial: PlannedTrial, job: TorchrunJob) -> TrialResult:
     try:
         heal = FAULTS[plan.name](job)
     except click.ClickException as error:
-        result.outcome = f"not played: {error.message}"
+        result.outcome = f"{NOT_PLAYED}: {error.message}"
         job.end()
         return result
 

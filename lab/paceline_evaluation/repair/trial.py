@@ -36,6 +36,7 @@ _INCIDENT_SECONDS = 60.0  # until the next checkpoint fails: on a busy host step
 _NEW_STEPS = 5
 _END_SECONDS = 60.0
 _ENDED = ("failed", "finished", "stopped")
+NOT_PLAYED = "not played"
 
 Outcome = Literal["restart", "alone", "either", "end"]
 
@@ -102,6 +103,11 @@ class TrialResult:
     lost_steps: int = 0
     orphans: int = 0
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def was_played(self) -> bool:
+        """Whether the fault could be injected."""
+        return not self.outcome.startswith(NOT_PLAYED)
 
 
 @dataclass

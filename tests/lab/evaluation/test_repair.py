@@ -208,6 +208,18 @@ def test_json_has_the_documented_keys_and_the_same_faults_stand_beside_torchrun(
     assert any("of the optimum" in line for line in lines)
 
 
+def test_paceline_and_torchrun_are_compared_by_the_faults_that_both_had() -> None:
+    ours = [TrialResult("process", "rank killed", "ddp", number=number) for number in range(4)]
+    for one in ours:
+        one.outcome, one.is_right = "recovered", True
+    theirs = [TrialResult("process", "rank killed", "ddp", "torchrun", n) for n in range(2)]
+    theirs[0].outcome, theirs[0].is_right = "recovered", True
+    theirs[1].outcome = "not played: the job did not train"
+    found = report.figures(RepairResults(trials=ours, baseline=theirs), [])["torchrun"]
+    assert (found["paceline"]["n"], found["overall"]["n"], found["not_played"]) == (1, 1, 1)
+    assert found["overall"]["right"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
