@@ -21,7 +21,7 @@ from paceline_evaluation.emission import GENERATION, JOB, START_NS
 from paceline_evaluation.foreign.disturbance import disturb
 from paceline_evaluation.plans import draw_plan
 from paceline_evaluation.repair.cluster import wait_until
-from paceline_evaluation.repair.trial import RunningJob
+from paceline_evaluation.repair.trial import RunningJob, unless_away
 from paceline_evaluation.synthetic_job import SyntheticJob
 from paceline_server.decide.decide import decide
 from paceline_server.decide.types import (
@@ -75,6 +75,7 @@ class SimulatedJob(SyntheticJob):
         number = int(chance.integers(*steps))
         super().__init__("none", draw_plan("none", chance, number, largest), number, chance)
         self.incidents: dict[str, IncidentView] = {}
+        self.warnings: dict[str, Finding] = {}  # by incident: its first finding above `info`
         self.actions: dict[str, ActionView] = {}
         self._ids = count(1)
 
@@ -94,6 +95,9 @@ class SimulatedJob(SyntheticJob):
             new_id=lambda prefix: f"{prefix}-{next(self._ids):08}",
         )
         self.incidents |= {one.incident_id: one for one in decision.incidents}
+        for one in decision.incidents:
+            if one.finding.severity != "info":
+                self.warnings.setdefault(one.incident_id, one.finding)
         self.actions |= {one.action_id: one for one in decision.actions}
         return findings
 
@@ -157,11 +161,10 @@ def simulate(seed: int, number: int) -> Healthy:
         healthy.simulated_seconds += job.seconds
         healthy.simulated_steps += job.record.steps
         healthy.simulated_restarts += len(job.restarts())
-        incidents = [one for one in job.incidents.values() if one.finding.severity != "info"]
-        healthy.simulated_incidents += len(incidents)
+        healthy.simulated_incidents += len(job.warnings)
         healthy.texts += [
             *(f"simulated {job.shape.text}: {action.reason}" for action in job.restarts()),
-            *(f"simulated {job.shape.text}: {one.finding.summary}" for one in incidents),
+            *(f"simulated {job.shape.text}: {one.summary}" for one in job.warnings.values()),
         ]
     return healthy
 
@@ -191,11 +194,19 @@ def simulating(healthy: Healthy, seed: int, trials: int) -> Iterator[Callable[[]
 
 
 def train(healthy: Healthy, running: RunningJob, seed: int, number: int) -> None:
-    """Add a minute of a real job in noise."""
+    """Add a minute of a real job in noise, and its restarts and incidents since the last minute."""
     running.make_steady()
     chance = random.Random(f"{seed} none {number}")
     hogs, is_disk_busy = chance.choice((0, 0, 1, 2)), chance.random() < 0.3
-    incidents, generation = set(running.incidents()), running.job()["generation"]
+    generation, known = running.watched or (running.job()["generation"], set(running.incidents()))
+    warnings: dict[str, str] = {}  # by incident; its severity may become `info` later
+
+    def watch() -> bool:
+        for key, incident in running.incidents().items():
+            if key not in known and incident["severity"] != "info":
+                warnings.setdefault(key, incident["summary"])
+        return False
+
     environment = running.cluster.environment()
     with disturb(
         hogs,
@@ -203,11 +214,11 @@ def train(healthy: Healthy, running: RunningJob, seed: int, number: int) -> None
         directory=running.cluster.memory,
         environment=environment,
     ):
-        wait_until(lambda: False, MINUTE_SECONDS, 1.0)
+        wait_until(unless_away(watch), MINUTE_SECONDS, 1.0)
     healthy.real_trials += 1
     healthy.real_seconds += MINUTE_SECONDS
-    healthy.real_restarts += running.job()["generation"] - generation
-    new = [one for key, one in running.incidents().items() if key not in incidents]
-    serious = [one["summary"] for one in new if one["severity"] != "info"]
-    healthy.real_incidents += len(serious)
-    healthy.texts += serious
+    watch()
+    running.watched = running.job()["generation"], set(running.incidents())
+    healthy.real_restarts += running.watched[0] - generation
+    healthy.real_incidents += len(warnings)
+    healthy.texts += warnings.values()

@@ -140,6 +140,10 @@ class RunningJob:
     chance: random.Random = field(default_factory=random.Random)  # random choices of the trial
     job_id: str = ""
     faults: int = 0
+    # restarts up to the end of the last trial; None: there was none, or its outcome was wrong
+    judged_restarts: set[str] | None = None
+    # generation and incidents at the end of the last healthy minute; None: there was none
+    watched: tuple[int, set[str]] | None = None
 
     def __post_init__(self) -> None:
         name = f"{self.number}-{self.training.name}"
@@ -182,6 +186,13 @@ class RunningJob:
     def restarts(self) -> dict[str, dict[str, Any]]:
         actions = self.client.items("/actions", job=self.job_id)
         return {item["id"]: item for item in actions if item["kind"] == "restart"}
+
+    def late_restarts(self) -> list[dict[str, Any]]:
+        """Return the restarts since the last fault was judged, which needed no more."""
+        known = self.judged_restarts
+        return [
+            item for key, item in self.restarts().items() if known is not None and key not in known
+        ]
 
     def node(self, agent_id: str) -> EmulatedNode:
         return self.cluster.nodes[int(agent_id.removeprefix("node-"))]
@@ -287,6 +298,7 @@ def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
     time.sleep(running.chance.uniform(0.0, 2.0))
     before = running.job()
     pids, newest = running.log.pids(), running.log.newest()
+    late = running.late_restarts()
     incidents, restarts = set(running.incidents()), set(running.restarts())
     damaged, committed = running.damaged(), running.committed()
 
@@ -325,7 +337,7 @@ def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
         is_right=reached in ("recovered", "left alone", "ended"),
         restarts=carried_out,
         duplicates=0 if plan.outcome == "alone" else max(0, carried_out - hit.restarts),
-        wrong_restarts=carried_out if plan.outcome == "alone" else 0,
+        wrong_restarts=_carried_out(late) + (carried_out if plan.outcome == "alone" else 0),
         wrong_culprits=_wrong_culprits(running, hit, new_incidents, new_restarts),
         orphans=0 if wait_until(lambda: not running.orphans(), 40.0) else len(running.orphans()),
     )
@@ -341,7 +353,11 @@ def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
     if hit.needs_incident and hit.needs_incident not in {item["kind"] for item in new_incidents}:
         result.notes.append(f"no incident of kind {hit.needs_incident}")
         result.is_right = False
+    result.notes += [f"restarted before the fault: {item['reason']}" for item in late]
     result.notes += [f"{item['kind']}: {item['summary']}" for item in new_incidents]
+    running.judged_restarts = {*restarts, *(item["id"] for item in new_restarts)}
+    if not result.is_right:
+        running.judged_restarts = None  # what follows may be its late repair
     return result
 
 

@@ -7,6 +7,8 @@ import subprocess
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -14,14 +16,14 @@ from click.testing import CliRunner
 from paceline_evaluation.command import evaluate
 from paceline_evaluation.endings import crash
 from paceline_evaluation.faults import TrialFault
-from paceline_evaluation.repair import ettr, report
+from paceline_evaluation.repair import ettr, noise, report
 from paceline_evaluation.repair.arm import RepairArm, RepairResults
 from paceline_evaluation.repair.faults import KINDS, PLANS
 from paceline_evaluation.repair.noise import SimulatedJob
 from paceline_evaluation.repair.schedule import draw, groups
 from paceline_evaluation.repair.torchrun import FAULTS
 from paceline_evaluation.repair.trainings import TRAININGS, WORLD, LoggedStep, StepLog
-from paceline_evaluation.repair.trial import TrialResult, is_good, judge_recovery
+from paceline_evaluation.repair.trial import RunningJob, TrialResult, is_good, judge_recovery
 from paceline_server.decide.interval_advice import overhead_ratio
 
 OLD, NEW = 100, 200  # pids of rank 0
@@ -132,6 +134,54 @@ def test_a_wrong_restart_or_a_duplicate_is_not_good() -> None:
     assert is_good(result)
     assert not is_good(TrialResult(**{**vars(result), "wrong_restarts": 1}))
     assert not is_good(TrialResult(**{**vars(result), "duplicates": 1}))
+
+
+class Actions:
+    """A server that has these actions and incidents."""
+
+    def __init__(self) -> None:
+        self.actions: list[dict[str, Any]] = []
+        self.found: list[dict[str, Any]] = []
+        self.generation = 1
+
+    def get(self, path: str) -> dict[str, Any]:
+        return {"generation": self.generation}
+
+    def items(self, path: str, **_: Any) -> list[dict[str, Any]]:
+        return self.actions if path == "/actions" else self.found
+
+
+def running_job(directory: Path, server: Actions) -> RunningJob:
+    cluster = SimpleNamespace(directory=directory, memory=directory, environment=dict)
+    return RunningJob(cast(Any, cluster), cast(Any, server), TRAININGS[0], 1)
+
+
+def test_a_restart_after_the_judgment_of_a_fault_is_not_dropped(tmp_path: Path) -> None:
+    server = Actions()
+    server.actions = [{"id": "act-1", "kind": "restart"}]
+    running = running_job(tmp_path, server)
+    assert running.late_restarts() == []  # there was no fault, or a missed one
+    running.judged_restarts = {"act-1"}
+    assert running.late_restarts() == []
+    server.actions += [{"id": "act-2", "kind": "restart"}, {"id": "act-3", "kind": "start"}]
+    assert [item["id"] for item in running.late_restarts()] == ["act-2"]
+
+
+def test_a_restart_and_a_warning_between_two_healthy_minutes_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noise, "MINUTE_SECONDS", 0.0)
+    monkeypatch.setattr(RunningJob, "make_steady", lambda _: None)
+    server, healthy = Actions(), noise.Healthy()
+    running = running_job(tmp_path, server)
+    noise.train(healthy, running, seed=3, number=0)
+    assert (healthy.real_restarts, healthy.real_incidents) == (0, 0)
+    server.generation = 2
+    server.found = [{"id": "inc-1", "severity": "critical", "summary": "Rank 1 is hung."}]
+    noise.train(healthy, running, seed=3, number=1)
+    noise.train(healthy, running, seed=3, number=2)
+    assert (healthy.real_restarts, healthy.real_incidents) == (1, 1)
+    assert healthy.texts == ["Rank 1 is hung."]
 
 
 # The figures
