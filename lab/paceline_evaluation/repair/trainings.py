@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -197,7 +198,10 @@ class StepLog:
 def run_uninterrupted(
     training: Training, steps: int, directory: Path, environment: Mapping[str, str]
 ) -> Path | None:
-    """Train so many steps without a fault, a pause or Paceline. Return the last checkpoint."""
+    """Train so many steps without a fault, a pause or Paceline.
+
+    Return the last checkpoint; None if it was not saved within _UNINTERRUPTED_SECONDS.
+    """
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True)
     (directory / "end").write_text(str(steps))
@@ -206,7 +210,10 @@ def run_uninterrupted(
         *("--nproc-per-node", str(WORLD), "--master-port", str(free_port(0))),
         *training.command(is_emulated=False)[1:],
     ]
-    with (directory / "log").open("w") as log:
+    with (
+        (directory / "log").open("w") as log,
+        contextlib.suppress(subprocess.TimeoutExpired),
+    ):
         subprocess.run(
             command,
             stdout=log,

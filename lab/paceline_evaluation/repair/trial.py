@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -286,8 +287,10 @@ class RunningJob:
                 f"the {run} has no checkpoint of step {steps}: {self.job()['verdict']}{log}"
             )
             return state
-        compared = compare(one, other)
-        state.values, state.different, state.largest = compared
+        try:
+            state.values, state.different, state.largest = compare(one, other)
+        except subprocess.CalledProcessError as error:
+            state.note = f"the last checkpoint cannot be read: {error.stderr[-2000:]}"
         return state
 
 

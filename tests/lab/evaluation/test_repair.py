@@ -145,7 +145,7 @@ class Actions:
         self.generation = 1
 
     def get(self, path: str) -> dict[str, Any]:
-        return {"generation": self.generation}
+        return {"generation": self.generation, "state": "finished"}
 
     def items(self, path: str, **_: Any) -> list[dict[str, Any]]:
         return self.actions if path == "/actions" else self.found
@@ -154,6 +154,17 @@ class Actions:
 def running_job(directory: Path, server: Actions) -> RunningJob:
     cluster = SimpleNamespace(directory=directory, memory=directory, environment=dict)
     return RunningJob(cast(Any, cluster), cast(Any, server), TRAININGS[0], 1)
+
+
+def test_a_last_checkpoint_that_cannot_be_read_is_a_result_and_does_not_end_the_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run_uninterrupted", "last_checkpoint"):
+        monkeypatch.setattr(f"paceline_evaluation.repair.trial.{name}", lambda *_: tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"damaged")
+    state = running_job(tmp_path, Actions()).finish()
+    assert state.different is None
+    assert "cannot be read" in state.note
 
 
 def test_a_restart_after_the_judgment_of_a_fault_is_not_dropped(tmp_path: Path) -> None:
