@@ -126,6 +126,29 @@ def test_an_interrupted_evaluation_reports_what_is_done(
     assert json.loads(output.read_text())["overall"]["n"] == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_interrupt_the_removal_of_what_was_started(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
+    removed = []
+
+    def run(arm: RepairArm, report: Any, results: RepairResults) -> None:
+        report(1, "")
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            removed.append(number)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(RepairArm, "run", run)
+    ended = CliRunner().invoke(evaluate, ["--arms", "repair", "--kinds", "process"])
+    assert (ended.exit_code, removed) == (130, [number])
+    assert signal.getsignal(number) is before
+
+
 def played(trial: PlannedTrial, launcher: str) -> TrialResult:
     plan = trial.plan
     result = TrialResult(plan.kind, plan.name, trial.training.name, launcher, trial.number)
