@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
+from paceline_demo.cluster import die_with_parent
 from paceline_evaluation.faults import KINDS
 from paceline_evaluation.scoring import TrialVerdict, judge
 from paceline_evaluation.trial import Length, run_trial
@@ -54,9 +55,14 @@ class Campaign:
             for kind, number in tasks:
                 yield self.trial(kind, number)
             return
-        # Spawn, do not fork: a forked process can hang on locks of numpy's threads.
-        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        with process_pool(processes) as pool:
             yield from pool.map(_run, [(self, kind, number) for kind, number in tasks])
+
+
+def process_pool(processes: int) -> ProcessPoolExecutor:
+    """Return a pool whose processes end with this one, also if it is killed."""
+    # Spawn, do not fork: a forked process can hang on locks of numpy's threads.
+    return ProcessPoolExecutor(processes, get_context("spawn"), initializer=die_with_parent)
 
 
 def _run(task: tuple[Campaign, str, int]) -> TrialVerdict:

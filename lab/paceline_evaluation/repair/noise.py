@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import count
-from multiprocessing import get_context
 
 import numpy as np
 
+from paceline_evaluation.campaign import process_pool
 from paceline_evaluation.emission import GENERATION, JOB, START_NS
 from paceline_evaluation.foreign.disturbance import disturb
 from paceline_evaluation.plans import draw_plan
@@ -176,7 +175,7 @@ def simulating(healthy: Healthy, seed: int, trials: int) -> Iterator[Callable[[]
     The results are added at the end, those of an interrupted one, too. Yields a function that waits
     for all of them.
     """
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with process_pool(1) as pool:
         left = range(healthy.simulated_trials, trials)
         running = [pool.submit(simulate, seed, number) for number in left]
 

@@ -6,7 +6,10 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from paceline_demo.cluster import processes_with
 from paceline_evaluation.campaign import Campaign
 from paceline_evaluation.command import evaluate
 from paceline_evaluation.repair import torchrun
 from paceline_evaluation.repair.arm import RepairArm, RepairResults
-from paceline_evaluation.repair.cluster import RepairCluster
+from paceline_evaluation.repair.cluster import RepairCluster, wait_until
 from paceline_evaluation.repair.schedule import PlannedTrial
 from paceline_evaluation.repair.trial import TrialResult
 from paceline_evaluation.scoring import TrialVerdict
@@ -124,6 +128,26 @@ def test_an_interrupted_evaluation_reports_what_is_done(
     assert ended.exit_code == 130
     assert "Interrupted: these are 1 of " in ended.stderr
     assert json.loads(output.read_text())["overall"]["n"] == 1
+
+
+def test_the_processes_of_a_killed_evaluation_end_with_it():
+    mark = uuid.uuid4().hex
+    script = (
+        "import time\n"
+        "from paceline_evaluation.campaign import process_pool\n"
+        "with process_pool(1) as pool:\n"
+        "    pool.submit(time.sleep, 0).result()\n"
+        "    print('started', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script]
+    environment = {**os.environ, "KILLED_EVALUATION": mark}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"started\n"
+        assert len(processes_with("KILLED_EVALUATION", mark)) > 1
+        running.kill()
+    assert wait_until(lambda: not processes_with("KILLED_EVALUATION", mark), 10.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
