@@ -183,17 +183,25 @@ def evaluate(
         progress(verdict)
         file.write_part(content)
 
-    with _figures_of_part(progress):
-        if "synthetic" in chosen_arms:
-            synthetic = Campaign(seed, trials, kinds_of["synthetic"], max(largest, 8))
-            synthetic.run(jobs, judged, done)
-        if "real" in chosen_arms:
-            RealArm(kinds_of["real"], trials, seed).run(judged, done)
-        if foreign is not None:
-            foreign.run(judged, done)
-    result = content()
-    file.write(result)
-    show(result, report)
+    def finish() -> None:
+        result = content()
+        file.write(result)
+        show(result, report)
+
+    try:
+        with _figures_of_part(progress):
+            if "synthetic" in chosen_arms:
+                synthetic = Campaign(seed, trials, kinds_of["synthetic"], max(largest, 8))
+                synthetic.run(jobs, judged, done)
+            if "real" in chosen_arms:
+                RealArm(kinds_of["real"], trials, seed).run(judged, done)
+            if foreign is not None:
+                foreign.run(judged, done)
+    except Exception:
+        if verdicts:  # hours of trials may precede an error
+            finish()
+        raise
+    finish()
     progress.exit_if_interrupted()
 
 

@@ -14,18 +14,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from paceline_demo.cluster import processes_with
 from paceline_evaluation.campaign import Campaign
 from paceline_evaluation.command import evaluate
+from paceline_evaluation.real import RealArm
+from paceline_evaluation.record import TrialRecord
 from paceline_evaluation.repair import torchrun
 from paceline_evaluation.repair.arm import RepairArm, RepairResults
 from paceline_evaluation.repair.cluster import RepairCluster, wait_until
 from paceline_evaluation.repair.schedule import PlannedTrial
 from paceline_evaluation.repair.trial import TrialResult
-from paceline_evaluation.scoring import TrialVerdict
+from paceline_evaluation.scoring import TrialVerdict, judge
 from paceline_evaluation.trial import Length
 
 SHORT = Length(healthy=(14, 18), faulty=(8, 10), none=(20, 24), chronic=(12, 14))
@@ -148,6 +151,24 @@ def test_the_processes_of_a_killed_evaluation_end_with_it():
         assert len(processes_with("KILLED_EVALUATION", mark)) > 1
         running.kill()
     assert wait_until(lambda: not processes_with("KILLED_EVALUATION", mark), 10.0)
+
+
+def test_an_error_does_not_lose_the_trials_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def run(arm: RealArm, report: Any, done: Any) -> None:
+        for kind in arm.kinds:
+            report(judge(TrialRecord(kind, (), steps=105)))
+        raise click.ClickException("no answer from the server")
+
+    monkeypatch.setattr(RealArm, "run", run)
+    output = tmp_path / "part.json"
+    arguments = ["--arms", "real", "--kinds", "none,hang", "--trials", "1"]
+    ended = CliRunner().invoke(evaluate, [*arguments, "--output", str(output)])
+    assert ended.exit_code == 1
+    assert "no answer from the server" in ended.stderr
+    assert "0 false alarms in 200 clean steps" in ended.stdout
+    assert len(json.loads(output.read_text())["finished"]) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
