@@ -59,7 +59,7 @@ class Ettr:
 
     @property
     def ratio(self) -> float:
-        return self.measured / self.optimum
+        return self.measured / self.optimum if self.optimum else 0.0  # it was never up
 
 
 def measure(
@@ -116,8 +116,8 @@ def undisturbed_step_seconds(
     for before, after in pairwise(steps):
         begin = begins.setdefault(before.pid, before.at_seconds)
         is_same = after.pid == before.pid
-        since = after.completed % checkpoint_steps if checkpoint_steps else AFTER_CHECKPOINT_STEPS
-        is_usual = since == 0 or since >= AFTER_CHECKPOINT_STEPS
+        since = after.completed % checkpoint_steps if checkpoint_steps else 0
+        is_usual = since == 0 or since > AFTER_CHECKPOINT_STEPS
         if is_same and is_usual and before.at_seconds >= begin + UNDISTURBED_SECONDS:
             times.append(after.at_seconds - before.at_seconds)
     return mean(times) if times else None

@@ -229,6 +229,7 @@ def test_a_job_that_does_not_recover_has_an_ettr_with_that_downtime(
     assert found is not None
     assert (found.faults, found.new_steps, found.measured) == (1, 0, 0.0)
     assert found.downtime_seconds >= 0.5
+    assert ettr.result("Paceline", "ddp", 180.0, 0, 0, 0.1, [180.0]).ratio == 0.0
     figures = report.figures(RepairResults(ettr=[found]), [])
     assert any("did not recover" in line for line in report.sentences(figures))
 
@@ -238,7 +239,7 @@ def test_an_undisturbed_step_is_neither_early_nor_just_after_a_checkpoint() -> N
     for pid in (1, 2):
         begin = now
         for completed in range(1, 301):
-            is_disturbed = now < begin + ettr.UNDISTURBED_SECONDS or completed % 50 in (1, 2, 3)
+            is_disturbed = now < begin + ettr.UNDISTURBED_SECONDS or completed % 50 in range(1, 6)
             now += 0.3 if is_disturbed else 0.1
             steps.append(LoggedStep(pid, completed, now))
         now += 7.0
