@@ -60,6 +60,7 @@ class RealArm:
             if ("real", kind, number) not in done
         ]
         if not trials:
+            self._remove()
             return []
         verdicts = []
         with self._running() as client:
@@ -77,8 +78,11 @@ class RealArm:
             with Client(self.cluster.url, timeout_seconds=SERVER_SECONDS) as client:
                 yield client
         finally:
-            self.cluster.close()
-            self.cluster.remove_logs()
+            self._remove()
+
+    def _remove(self) -> None:
+        self.cluster.close()
+        self.cluster.remove_logs()
 
     def _trial(
         self, client: Client, job: ObservedJob | None, kind: str, number: int

@@ -97,6 +97,8 @@ class ForeignArm:
             if ("foreign", plan.kind, number) not in done
         ]
         if not trials:
+            self.cluster.close()
+            self.cluster.remove_logs()
             return []
         verdicts = []
         with self.cluster.running() as client:

@@ -8,6 +8,7 @@ import pytest
 
 from paceline_demo.cluster import Cluster
 from paceline_evaluation import inject
+from paceline_evaluation.foreign.arm import ForeignArm
 from paceline_evaluation.real import RealArm
 
 
@@ -16,6 +17,15 @@ def test_a_kind_that_needs_its_own_job_cannot_be_injected(tmp_path):
     cluster = object.__new__(Cluster)
     with pytest.raises(ValueError, match="stage_imbalance cannot be injected"):
         inject.inject("stage_imbalance", cluster, ranks, 0, random.Random(0))
+
+
+def test_an_arm_without_a_trial_leaves_no_directory() -> None:
+    real = RealArm(("none",), trials=1, seed=1)
+    foreign = ForeignArm((), trials=0, seed=1)
+    assert real.run(lambda _: None, {("real", "none", 0)}) == foreign.run(lambda _: None) == []
+    for cluster in (real.cluster, foreign.cluster):
+        assert not cluster.directory.exists()
+        assert not cluster.memory.exists()
 
 
 @pytest.mark.campaign
