@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from contextlib import ExitStack
@@ -17,6 +18,9 @@ _NETWORKS = [f"10.213.{number}" for number in range(7, 256)]
 _serial = count()
 _CONNECTION = re.compile(r"(\S+:\d+)\s+(\S+:\d+)\s+users:(\S+)")  # as `ss -p` shows it
 _PID = re.compile(r"pid=(\d+)")
+# The names that `NetworkNodes` gives, and the process that has given them.
+_NODE_NAME = re.compile(r"^(plnode(\d+)[a-z]\d+)\b", re.MULTILINE)
+_BRIDGE_NAME = re.compile(r"^\d+: (pb(\d+)[a-z]):", re.MULTILINE)
 
 
 class NetworkError(Exception):
@@ -36,6 +40,7 @@ class NetworkNodes:
     """
 
     def __init__(self, number_of_nodes: int, cleanup: ExitStack) -> None:
+        _remove_stale()
         # Namespaces disappear some time after they are deleted, so no name is used twice.
         self._mark = f"{os.getpid()}{chr(ord('a') + next(_serial))}"
         self._network = _free_network(cleanup)
@@ -137,6 +142,25 @@ def run(*command: str) -> str:
     if ended.returncode:
         raise NetworkError(f"{' '.join(command)}: {ended.stderr.strip()}")
     return ended.stdout
+
+
+def _remove_stale() -> None:
+    """Remove the namespaces and bridges of evaluations that were killed, and what runs there."""
+
+    def is_stale(owner: str) -> bool:
+        return not Path("/proc", owner).exists()
+
+    for name, owner in _NODE_NAME.findall(run("ip", "netns", "list")):
+        if is_stale(owner):
+            with contextlib.suppress(NetworkError):  # another evaluation removes it, too
+                for pid in run("ip", "netns", "pids", name).split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+                run("ip", "netns", "del", name)
+    for name, owner in _BRIDGE_NAME.findall(run("ip", "-o", "link", "show", "type", "bridge")):
+        if is_stale(owner):
+            with contextlib.suppress(NetworkError):
+                run("ip", "link", "del", name)
 
 
 def _free_network(cleanup: ExitStack) -> str:

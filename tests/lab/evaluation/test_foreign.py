@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections import Counter
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from paceline_evaluation.foreign.arm import ForeignArm
 from paceline_evaluation.foreign.cluster import ForeignCluster
 from paceline_evaluation.foreign.inject import Injector, why_no_control_groups
 from paceline_evaluation.foreign.network_nodes import NetworkNodes, why_unavailable
+from paceline_evaluation.foreign.network_nodes import run as run_command
 from paceline_evaluation.foreign.plan import (
     FAULTS,
     KINDS,
@@ -24,6 +26,7 @@ from paceline_evaluation.foreign.plan import (
     Surroundings,
     draw_plans,
 )
+from paceline_evaluation.repair.cluster import wait_until
 from paceline_evaluation.scoring import TrialVerdict, figures
 
 QUIET = Surroundings(arguments=("--trainer", "ddp", "--batch", "32"))
@@ -55,6 +58,29 @@ def test_two_evaluations_on_one_machine_have_networks_of_their_own() -> None:
     with ExitStack() as cleanup:
         nodes = [NetworkNodes(1, cleanup) for _ in range(3)]
         assert len({each.server_address for each in nodes}) == 3
+
+
+def test_the_network_and_the_ranks_of_a_killed_evaluation_are_removed_by_the_next_one() -> None:
+    if (reason := why_unavailable()) is not None:
+        pytest.skip(f"NOT TESTED: {reason}")
+    script = (
+        "import os, signal, subprocess, sys\n"
+        "from contextlib import ExitStack\n"
+        "from paceline_evaluation.foreign.network_nodes import NetworkNodes\n"
+        "nodes = NetworkNodes(1, ExitStack())\n"
+        "command = [*nodes.inside(0), sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "rank = subprocess.Popen(command, stdout=subprocess.DEVNULL)\n"
+        "print(nodes.bridge, nodes.names[0], rank.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False)
+    bridge, name, rank = killed.stdout.decode().split()
+    assert name in run_command("ip", "netns", "list")
+    with ExitStack() as cleanup:
+        NetworkNodes(1, cleanup)
+        assert name not in run_command("ip", "netns", "list")
+        assert bridge not in run_command("ip", "-o", "link")
+        assert wait_until(lambda: not Path("/proc", rank, "exe").exists(), 10.0)
 
 
 def test_a_shared_cpu_leaves_neither_a_process_nor_a_control_group() -> None:
