@@ -201,7 +201,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=2,
             le=_DAY_SECONDS,
-            description="The same during evaluation, whose forward passes often record nothing.",
+            description="A blocking rank that sleeps in code of the script that records nothing, "
+            "as during an upload, is reported for information until then. The same during "
+            "evaluation.",
         ),
     ] = 20.0
     hang_busy_seconds: Annotated[
@@ -209,9 +211,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=2,
             le=_DAY_SECONDS,
-            description="The same while the blocking rank uses a CPU, or no rank waits for "
-            "another: the script may evaluate or prepare data in code that records nothing. Such "
-            "a pause is reported for information after `hang_evaluation_seconds`.",
+            description="The same while the blocking rank uses a CPU or evaluates, or no rank "
+            "waits for another: the script may evaluate or prepare data in code that records "
+            "nothing. A pause of all ranks is reported for information after "
+            "`hang_evaluation_seconds`.",
         ),
     ] = 120.0
     gpu_hung_seconds: Annotated[

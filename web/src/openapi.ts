@@ -1617,7 +1617,7 @@ export interface components {
                  */
                 hang_after_seconds: number;
                 /**
-                 * @description The same while the blocking rank uses a CPU, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. Such a pause is reported for information after `hang_evaluation_seconds`.
+                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after `hang_evaluation_seconds`.
                  * @default 120
                  */
                 hang_busy_seconds: number;
@@ -1627,7 +1627,7 @@ export interface components {
                  */
                 hang_checkpoint_seconds: number;
                 /**
-                 * @description The same during evaluation, whose forward passes often record nothing.
+                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
                  * @default 20
                  */
                 hang_evaluation_seconds: number;
@@ -1871,7 +1871,7 @@ export interface components {
                  */
                 hang_after_seconds: number;
                 /**
-                 * @description The same while the blocking rank uses a CPU, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. Such a pause is reported for information after `hang_evaluation_seconds`.
+                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after `hang_evaluation_seconds`.
                  * @default 120
                  */
                 hang_busy_seconds: number;
@@ -1881,7 +1881,7 @@ export interface components {
                  */
                 hang_checkpoint_seconds: number;
                 /**
-                 * @description The same during evaluation, whose forward passes often record nothing.
+                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
                  * @default 20
                  */
                 hang_evaluation_seconds: number;
@@ -2619,7 +2619,7 @@ export interface components {
                  */
                 hang_after_seconds: number;
                 /**
-                 * @description The same while the blocking rank uses a CPU, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. Such a pause is reported for information after `hang_evaluation_seconds`.
+                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after `hang_evaluation_seconds`.
                  * @default 120
                  */
                 hang_busy_seconds: number;
@@ -2629,7 +2629,7 @@ export interface components {
                  */
                 hang_checkpoint_seconds: number;
                 /**
-                 * @description The same during evaluation, whose forward passes often record nothing.
+                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
                  * @default 20
                  */
                 hang_evaluation_seconds: number;
@@ -2859,7 +2859,7 @@ export interface components {
                  */
                 hang_after_seconds: number;
                 /**
-                 * @description The same while the blocking rank uses a CPU, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. Such a pause is reported for information after `hang_evaluation_seconds`.
+                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after `hang_evaluation_seconds`.
                  * @default 120
                  */
                 hang_busy_seconds: number;
@@ -2869,7 +2869,7 @@ export interface components {
                  */
                 hang_checkpoint_seconds: number;
                 /**
-                 * @description The same during evaluation, whose forward passes often record nothing.
+                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
                  * @default 20
                  */
                 hang_evaluation_seconds: number;

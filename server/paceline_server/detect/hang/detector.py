@@ -4,8 +4,8 @@ A job hangs if the state page of every living rank has been unchanged for long e
 reports. The limit is three times the usual duration of the culprit's operation, and at least two
 steps or 20 s; less if a process is stopped or gone, which is certain; more while the job starts,
 evaluates or saves a checkpoint. A start that waits for a rank (`late_start`) is a warning first.
-Ranks that may run code of the script in which nothing is recorded, such as an evaluation, are
-reported for information first.
+Ranks that may run code of the script that records nothing, such as an evaluation, are reported for
+information first.
 
 The verdict has three steps, one module each: who waits for whom (`wait_for_graph`), who is to blame
 (`culprit`), and why (`verdict`); `sentences` writes the summary. After the first report the
@@ -43,7 +43,6 @@ from paceline_server.detect.hang.rank_cause import (
     BUSY_CPU_SHARE,
     GONE_STATES,
     STOPPED_STATES,
-    UNINTERRUPTIBLE_IO,
     side_of,
 )
 from paceline_server.detect.hang.sentences import (
@@ -70,7 +69,7 @@ from paceline_server.flight_recorder.received import Received, conclude
 from paceline_server.policy import Policy
 from paceline_wire.batch import RankStackTraces
 from paceline_wire.ring import StateView
-from paceline_wire.spans import Op
+from paceline_wire.spans import SECTION_BASE, Op
 from paceline_wire.stacks import StackFrame
 
 MAX_RANKS_FOR_DUMPS = 512  # reading a dump takes some milliseconds of the job's worker
@@ -122,7 +121,7 @@ class HangDetector(Detector):
         self.settings = settings
         self._active: Finding | None = None
         self._late: LateStart | None = None  # the active finding is about it
-        self._may_work = False  # the culprits of the active finding, which is for information
+        self._limit: float | None = None  # seconds until the active information is a hang
         self._cache = _Cache()
         self._earlier_stacks: dict[int, RankStackTraces] = {}  # read before this hang
         self._earlier_dumps: dict[int, Received] = {}
@@ -147,7 +146,7 @@ class HangDetector(Detector):
                 or self._add_stacks(observation)
                 or self._add_dumps(ranks, observation)
             )
-        self._may_work = False
+        self._limit = None
         verdict = self._stopped_processes(ranks, observation)
         self._late = None if verdict is not None else self._late_ranks(ranks, observation)
         if self._late is not None:
@@ -269,12 +268,10 @@ class HangDetector(Detector):
             culprits, live_by_rank, ranks.without_page, observation, self.generation
         )
         limit = self.settings.pause_multiple * self._pauses.get(verdict.ranks, 0.0)
-        may_work = _may_work(verdict, culprits, ranks)
-        if may_work:
-            limit = max(limit, self.policy.hang_evaluation_seconds)
         if frozen < limit:
             return None
-        self._may_work = may_work and frozen < self._busy_limit_seconds(observation)
+        limit = self._pause_limit_seconds(verdict.ranks, ranks, observation)
+        self._limit = limit if frozen < limit else None
         return verdict
 
     def _culprits(self, ranks: _ExpectedRanks, observation: Observation) -> Culprits | None:
@@ -349,10 +346,24 @@ class HangDetector(Detector):
             limit = max(limit, step_limit)  # a slow read is as long as a step, and no hang
         return 2 * limit if any(_lacks_cpu(live) for live in blamed) else limit
 
-    def _busy_limit_seconds(self, observation: Observation) -> float:
-        """Return how long ranks that may work may end no operation."""
+    def _pause_limit_seconds(
+        self, blamed: Collection[int], ranks: _ExpectedRanks, observation: Observation
+    ) -> float:
+        """Return for how long the culprits may run code of the script that records nothing.
+
+        They may evaluate, prepare data or upload a file there. 0: their operation is recorded.
+        """
+        culprits = self._culprits(ranks, observation)
         steps = 2.0 * self.settings.step_multiple * (observation.step_seconds_p99 or 0.0)
-        return max(self.policy.hang_busy_seconds, steps)
+        busy_limit = max(self.policy.hang_busy_seconds, steps)
+        if culprits is None:
+            return busy_limit
+        live = [one for one in ranks.live if one.rank in blamed]
+        if culprits.side != "host" or culprits.cycle or len(live) < len(blamed):
+            return 0.0
+        if "evaluating" in ranks.statuses or all(map(_uses_cpu, live)):
+            return busy_limit
+        return self.policy.hang_evaluation_seconds if all(map(_is_in_script, live)) else 0.0
 
     def _usual_seconds(self, live: LiveRank, observation: Observation) -> float | None:
         """Return the p99 duration of the operation that the rank is in."""
@@ -388,12 +399,12 @@ class HangDetector(Detector):
             cost_ratio=1.0,
             can_checkpoint=False,
             causes=node.causes if node.cause != UNKNOWN else [],
-            advice=PAUSE_ADVICE if self._may_work else node.advice,
+            advice=node.advice if self._limit is None else PAUSE_ADVICE,
             evidence=[_duration(frozen), *verdict.evidence, *node.evidence],
             counter_evidence=[*verdict.counter_evidence, *_normal_on_node(node)],
             stacks_wanted=list(verdict.stacks_wanted),
             dumps_wanted=late is None
-            and not self._may_work
+            and self._limit is None
             and self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
         )
 
@@ -402,31 +413,33 @@ class HangDetector(Detector):
         return late.seconds >= self.policy.start_timeout_seconds
 
     def _severity(self) -> Severity:
-        if self._may_work:
+        if self._limit is not None:
             return "info"
         return "critical" if self._late is None or self._is_overdue(self._late) else "warning"
 
     def _escalate_pause(self, ranks: _ExpectedRanks, observation: Observation) -> list[Finding]:
         """Report ranks as hung that might have worked: it takes too long, or they cannot."""
-        active = self._active
-        if active is None or not self._may_work:
+        active, before = self._active, self._limit
+        if active is None or before is None:
             return []
         stopped = self._stopped_processes(ranks, observation)
         if stopped is not None:
-            self._may_work, self._frame = False, None
+            self._limit = self._frame = None
             return self._report(stopped, ranks, observation)
-        if ranks.frozen_seconds < self._busy_limit_seconds(observation):
+        limit = max(before, self._pause_limit_seconds(active.ranks, ranks, observation))
+        is_over = ranks.frozen_seconds >= limit
+        if not is_over and limit == before:
             return []
-        self._may_work = False
+        self._limit = None if is_over else limit
         self._detected_ns = observation.now_ns
         self._active = msgspec.structs.replace(
             active,
-            severity="critical",
+            severity=self._severity(),
             summary=self._summary(active.rank, active.cause, observation, self._frame),
             detected_ns=observation.now_ns,
-            advice=None,
+            advice=None if is_over else active.advice,
             evidence=[_duration(ranks.frozen_seconds), *active.evidence[1:]],
-            dumps_wanted=self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
+            dumps_wanted=is_over and self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
         )
         return [self._active]
 
@@ -472,9 +485,8 @@ class HangDetector(Detector):
         if self._late is not None:
             return late_summary(self._late, self.generation, frame)
         subject = self.generation.subject(rank)
-        if self._may_work:
-            limit = self._busy_limit_seconds(observation)
-            return pause_summary(subject, cause, frame, limit, is_rank=rank is not None)
+        if self._limit is not None:
+            return pause_summary(subject, cause, frame, self._limit, is_rank=rank is not None)
         live = None if rank is None else observation.ranks.get(rank)
         state = None if live is None else live.state
         return hang_summary(
@@ -635,16 +647,10 @@ def _blamed(culprits: Culprits | None, ranks: _ExpectedRanks) -> list[LiveRank]:
     return [live for live in ranks.live if live.rank in blamed]
 
 
-def _may_work(verdict: HangVerdict, culprits: Culprits | None, ranks: _ExpectedRanks) -> bool:
-    """Return whether the culprits may run code of the script in which nothing is recorded.
-
-    One that others wait for uses a CPU then. If none waits, all may pause on purpose.
-    """
-    if culprits is None:
-        return verdict.cause not in (UNINTERRUPTIBLE_IO, UNKNOWN)
-    blamed = [live for live in ranks.live if live.rank in verdict.ranks]
-    is_host_code = culprits.side == "host" and not culprits.cycle
-    return is_host_code and len(blamed) == len(verdict.ranks) and all(map(_uses_cpu, blamed))
+def _is_in_script(live: LiveRank) -> bool:
+    """Return whether the rank is in no operation, or in a section that the script has named."""
+    op = None if live.state is None else innermost_op(live.state.view)
+    return op is not None and (op == Op.STEP or op >= SECTION_BASE)
 
 
 def _uses_cpu(live: LiveRank) -> bool:

@@ -14,7 +14,10 @@ from paceline_server.detect.hang.verdict import DEADLOCK, MISMATCH
 from paceline_wire.stacks import StackFrame
 
 RESUMED = "The job makes progress again."
-PAUSE_ADVICE = "if the script takes longer on purpose, raise hang_busy_seconds in the job's policy"
+PAUSE_ADVICE = (
+    "if the script takes longer on purpose, raise hang_evaluation_seconds and hang_busy_seconds in "
+    "the job's policy"
+)
 _CLAUSES = {
     PROCESS_STOPPED: "its process is stopped (SIGSTOP)",
     PROCESS_GONE: "its process is gone",
@@ -56,8 +59,8 @@ def pause_summary(
 ) -> str:
     """Return the summary of ranks that may run code in which nothing is recorded.
 
-    `Rank 0 (node-0) keeps the job waiting and uses a CPU (between operations, train.py:7 score), as
-    in an evaluation. After 120 s it counts as hung.`
+    `Rank 0 (node-0) keeps the job waiting (between operations, train.py:7 score), as in an
+    evaluation. After 20 s it counts as hung.`
 
     Args:
         subject: The rank with its node, or the job.
@@ -68,7 +71,7 @@ def pause_summary(
     """
     details = [cause.partition(": ")[2] or cause.removeprefix("stuck in ")]
     details += [] if frame is None else [str(frame)]
-    what = "keeps the job waiting and uses a CPU" if is_rank else "pauses on all ranks"
+    what = "keeps the job waiting" if is_rank else "pauses on all ranks"
     limit = f"After {limit_seconds:.0f} s it counts as hung."
     return f"{subject} {what} ({', '.join(details)}), as in an evaluation. {limit}"
 
