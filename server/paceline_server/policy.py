@@ -205,7 +205,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             "as during an upload, is reported for information until then. The same during "
             "evaluation.",
         ),
-    ] = 20.0
+    ] = 60.0
     hang_busy_seconds: Annotated[
         float,
         Meta(
@@ -213,8 +213,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             le=_DAY_SECONDS,
             description="The same while the blocking rank uses a CPU or evaluates, or no rank "
             "waits for another: the script may evaluate or prepare data in code that records "
-            "nothing. A pause of all ranks is reported for information after "
-            "`hang_evaluation_seconds`.",
+            "nothing. A pause of all ranks is reported for information after 20 s.",
         ),
     ] = 120.0
     gpu_hung_seconds: Annotated[

@@ -1473,7 +1473,7 @@ export interface components {
          *         "hang_after_seconds": 2.4,
          *         "hang_busy_seconds": 120,
          *         "hang_checkpoint_seconds": 60,
-         *         "hang_evaluation_seconds": 20,
+         *         "hang_evaluation_seconds": 60,
          *         "hang_patience_seconds": 10,
          *         "late_rank_seconds": 60,
          *         "loss_divergence_steps": 50,
@@ -1617,7 +1617,7 @@ export interface components {
                  */
                 hang_after_seconds: number;
                 /**
-                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after `hang_evaluation_seconds`.
+                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after 20 s.
                  * @default 120
                  */
                 hang_busy_seconds: number;
@@ -1628,7 +1628,7 @@ export interface components {
                 hang_checkpoint_seconds: number;
                 /**
                  * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
-                 * @default 20
+                 * @default 60
                  */
                 hang_evaluation_seconds: number;
                 /**
@@ -1871,7 +1871,7 @@ export interface components {
                  */
                 hang_after_seconds: number;
                 /**
-                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after `hang_evaluation_seconds`.
+                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after 20 s.
                  * @default 120
                  */
                 hang_busy_seconds: number;
@@ -1882,7 +1882,7 @@ export interface components {
                 hang_checkpoint_seconds: number;
                 /**
                  * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
-                 * @default 20
+                 * @default 60
                  */
                 hang_evaluation_seconds: number;
                 /**
@@ -2116,7 +2116,7 @@ export interface components {
          *             "hang_after_seconds": 2.4,
          *             "hang_busy_seconds": 120,
          *             "hang_checkpoint_seconds": 60,
-         *             "hang_evaluation_seconds": 20,
+         *             "hang_evaluation_seconds": 60,
          *             "hang_patience_seconds": 10,
          *             "late_rank_seconds": 60,
          *             "loss_divergence_steps": 50,
@@ -2521,7 +2521,7 @@ export interface components {
          *             "hang_after_seconds": 2.4,
          *             "hang_busy_seconds": 120,
          *             "hang_checkpoint_seconds": 60,
-         *             "hang_evaluation_seconds": 20,
+         *             "hang_evaluation_seconds": 60,
          *             "hang_patience_seconds": 10,
          *             "late_rank_seconds": 60,
          *             "loss_divergence_steps": 50,
@@ -2619,7 +2619,7 @@ export interface components {
                  */
                 hang_after_seconds: number;
                 /**
-                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after `hang_evaluation_seconds`.
+                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after 20 s.
                  * @default 120
                  */
                 hang_busy_seconds: number;
@@ -2630,7 +2630,7 @@ export interface components {
                 hang_checkpoint_seconds: number;
                 /**
                  * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
-                 * @default 20
+                 * @default 60
                  */
                 hang_evaluation_seconds: number;
                 /**
@@ -2770,7 +2770,7 @@ export interface components {
          *         "hang_after_seconds": 2.4,
          *         "hang_busy_seconds": 120,
          *         "hang_checkpoint_seconds": 60,
-         *         "hang_evaluation_seconds": 20,
+         *         "hang_evaluation_seconds": 60,
          *         "hang_patience_seconds": 10,
          *         "late_rank_seconds": 60,
          *         "loss_divergence_steps": 50,
@@ -2859,7 +2859,7 @@ export interface components {
                  */
                 hang_after_seconds: number;
                 /**
-                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after `hang_evaluation_seconds`.
+                 * @description The same while the blocking rank uses a CPU or evaluates, or no rank waits for another: the script may evaluate or prepare data in code that records nothing. A pause of all ranks is reported for information after 20 s.
                  * @default 120
                  */
                 hang_busy_seconds: number;
@@ -2870,7 +2870,7 @@ export interface components {
                 hang_checkpoint_seconds: number;
                 /**
                  * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
-                 * @default 20
+                 * @default 60
                  */
                 hang_evaluation_seconds: number;
                 /**

@@ -108,7 +108,9 @@ def _draw(chance: random.Random, kind: str, fault: str, trainer: str, largest: i
         faulty_rank=chance.randrange(ranks),
         magnitude=_draw_magnitude(chance, fault),
         healthy_seconds=chance.uniform(6.0, 15.0),
-        surroundings=_draw_surroundings(chance, trainer, ranks, loads=fault == "worker_leak"),
+        surroundings=_draw_surroundings(
+            chance, trainer, ranks, loads=fault == "worker_leak", is_healthy=kind == "none"
+        ),
     )
 
 
@@ -119,9 +121,13 @@ def _draw_magnitude(chance: random.Random, fault: str) -> float:
 
 
 def _draw_surroundings(
-    chance: random.Random, trainer: str, ranks: int, *, loads: bool
+    chance: random.Random, trainer: str, ranks: int, *, loads: bool, is_healthy: bool
 ) -> Surroundings:
-    """Draw what else runs; `loads`: certainly a loader worker."""
+    """Draw what else runs.
+
+    `loads`: certainly a loader worker. `is_healthy`: evaluations may take as long as they like; a
+    fault would be injected into a long one.
+    """
 
     def is_drawn() -> bool:
         return chance.random() < _SURROUNDINGS_SHARE
@@ -140,6 +146,8 @@ def _draw_surroundings(
         arguments += ["--evaluate-every", "120"] * evaluates
     if trainer in PLAIN:
         arguments += ["--collect-every", "97"] * collects
+        if evaluates and is_healthy:
+            arguments += ["--evaluate-seconds", str(chance.choice((0, 10, 30)))]
         if trainer not in ("gpipe", "1f1b"):  # pipelines need batches of one size
             arguments += ["--variable-lengths"] * varies
         if trainer in ("ddp", "accumulation"):

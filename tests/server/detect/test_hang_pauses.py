@@ -71,13 +71,13 @@ def test_a_rank_that_uses_a_cpu_is_hung_only_after_two_minutes(working: StuckJob
     assert found.evidence[0].text.startswith("no rank has made progress for 120")
 
 
-def test_a_rank_that_sleeps_in_the_scripts_own_code_is_hung_after_20_seconds(
+def test_a_rank_that_sleeps_in_the_scripts_own_code_is_hung_after_a_minute(
     working: StuckJob,
 ) -> None:
     [found] = wait(working, 3, 0.1)
     assert (found.severity, found.rank) == ("info", CULPRIT)
-    assert found.summary.endswith("After 20 s it counts as hung.")
-    assert wait(working, 16, 0.1) == []
+    assert found.summary.endswith("After 60 s it counts as hung.")
+    assert wait(working, 56, 0.1) == []
     [found] = wait(working, 2, 0.1)
     assert (found.severity, found.rank) == ("critical", CULPRIT)
 

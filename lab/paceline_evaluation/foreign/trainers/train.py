@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variable-lengths", action="store_true")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--evaluate-every", type=int, default=0)
+    parser.add_argument("--evaluate-seconds", type=float, default=0.0)
     parser.add_argument("--checkpoint-every", type=int, default=0)
     parser.add_argument("--collect-every", type=int, default=0)
     parser.add_argument("--pairs", action="store_true", help="a collective in pairs of ranks")
@@ -248,10 +249,17 @@ def everyday(number: int, model: nn.Module) -> None:
 
 
 def evaluate() -> None:
+    until = time.monotonic() + arguments.evaluate_seconds
     with torch.no_grad():
         for _ in range(50):
-            torch.randn(256, arguments.width).matmul(torch.randn(arguments.width, arguments.width))
+            predict()
             time.sleep(arguments.accelerator_seconds / 4)
+        while time.monotonic() < until:
+            predict()
+
+
+def predict() -> None:
+    torch.randn(256, arguments.width).matmul(torch.randn(arguments.width, arguments.width))
 
 
 def save(model: nn.Module) -> None:

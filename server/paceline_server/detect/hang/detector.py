@@ -330,7 +330,7 @@ class HangDetector(Detector):
         settings, policy = self.settings, self.policy
         step_limit = settings.step_multiple * (observation.step_seconds_p99 or 0.0)
         if culprits is None and len(ranks.live) > 1:
-            return max(step_limit, policy.hang_evaluation_seconds)
+            return max(step_limit, settings.pause_seconds)
         blamed = _blamed(culprits, ranks)
         usual = [self._usual_seconds(live, observation) for live in blamed[:_MAX_RANKS_TIMED]]
         measured = [seconds for seconds in usual if seconds is not None]
@@ -528,8 +528,11 @@ class HangDetector(Detector):
             frame = places.pop() if len(places) == 1 and len(stuck) == len(wanted) else None
         self._frame = frame
         new_evidence = [line for stacks in new for line in stack_evidence(stacks)]
+        if active.side == "mismatch":  # ranks wait for one that will not come
+            self._limit = None
         self._active = msgspec.structs.replace(
             active,
+            severity=self._severity(),
             cause=cause,
             side=active.side if cause == active.cause else side_of(cause),
             summary=self._summary(active.rank, cause, observation, frame, awaited),

@@ -60,7 +60,7 @@ def pause_summary(
     """Return the summary of ranks that may run code in which nothing is recorded.
 
     `Rank 0 (node-0) keeps the job waiting (between operations, train.py:7 score), as in an
-    evaluation. After 20 s it counts as hung.`
+    evaluation. After 60 s it counts as hung.`
 
     Args:
         subject: The rank with its node, or the job.

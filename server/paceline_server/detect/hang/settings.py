@@ -33,6 +33,8 @@ class HangSettings:
     # Multiple of the policy's `late_rank_seconds` if all ranks are in `init_process_group`: it may
     # connect thousands of them.
     joining_multiple: float = 2.0
+    # A pause of all ranks, of which none waits for another, is reported for information after this.
+    pause_seconds: float = 20.0
     # Multiple of the longest hang of the same ranks that ended by itself.
     pause_multiple: float = 2.0
     # Number of known steps from which their p99 is meaningful.
