@@ -157,6 +157,13 @@ def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     assert finished.stderr == "Error: there is no program 'no-such-program'\n"
 
 
+def test_an_option_that_does_not_exist_is_no_program(tmp_path: Path) -> None:
+    finished = watch("--port", "8471", "--", "true", tmp_path=tmp_path)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert "No such option" in finished.stderr
+    assert "--port" in finished.stderr
+
+
 def test_no_descriptor_of_the_command_is_held_until_the_agent_ends(tmp_path: Path) -> None:
     """A lock or a pipe of a calling script is free when the command has ended."""
     read, write = os.pipe()

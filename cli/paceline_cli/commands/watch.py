@@ -51,6 +51,8 @@ def watch(ctx: click.Context, server: str, token: str | None, command: tuple[str
     runs on this node, one is started for as long as COMMAND and others like it run; without
     --server, and without a server on this machine, a server too. Its dashboard shows the job.
     """
+    if command[0].startswith("-"):
+        raise click.NoSuchOption(command[0])
     program = shutil.which(command[0])
     if program is None:
         raise click.ClickException(f"there is no program {command[0]!r}")
