@@ -373,7 +373,7 @@ def test_the_only_rank_that_does_not_create_a_group_is_named(waits_for_others):
             read_stacks(stuck, rank, here)
             [found] = stuck.wait(0.5)
     assert (found.rank, found.ranks, found.side) == (5, [5], "mismatch")
-    assert found.severity == "critical"
+    assert (found.severity, found.advice) == ("critical", None)
     assert "ranks 0-4, 6, 7 wait in new_group, which it did not call" in found.summary
 
 

@@ -44,8 +44,7 @@ def working() -> StuckJob:
     """A job in which all others wait for a rank that runs the script's own code."""
     stuck = StuckJob()
     make_all_wait_for(stuck, CULPRIT)
-    stuck.inside(CULPRIT, Op.FORWARD)
-    stuck.states[CULPRIT].view.frames.pop()
+    stuck.inside(CULPRIT, Op.STEP)
     return stuck
 
 

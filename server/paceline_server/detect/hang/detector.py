@@ -403,9 +403,7 @@ class HangDetector(Detector):
             evidence=[_duration(frozen), *verdict.evidence, *node.evidence],
             counter_evidence=[*verdict.counter_evidence, *_normal_on_node(node)],
             stacks_wanted=list(verdict.stacks_wanted),
-            dumps_wanted=late is None
-            and self._limit is None
-            and self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
+            dumps_wanted=late is None and self._limit is None and self._can_read_dumps,
         )
 
     def _is_overdue(self, late: LateStart) -> bool:
@@ -426,22 +424,30 @@ class HangDetector(Detector):
         if stopped is not None:
             self._limit = self._frame = None
             return self._report(stopped, ranks, observation)
-        limit = max(before, self._pause_limit_seconds(active.ranks, ranks, observation))
-        is_over = ranks.frozen_seconds >= limit
-        if not is_over and limit == before:
+        self._limit = max(before, self._pause_limit_seconds(active.ranks, ranks, observation))
+        if ranks.frozen_seconds >= self._limit:
+            active = self._as_hang(active, observation)
+        elif self._limit == before:
             return []
-        self._limit = None if is_over else limit
-        self._detected_ns = observation.now_ns
         self._active = msgspec.structs.replace(
             active,
-            severity=self._severity(),
             summary=self._summary(active.rank, active.cause, observation, self._frame),
             detected_ns=observation.now_ns,
-            advice=None if is_over else active.advice,
             evidence=[_duration(ranks.frozen_seconds), *active.evidence[1:]],
-            dumps_wanted=is_over and self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
         )
         return [self._active]
+
+    def _as_hang(self, active: Finding, observation: Observation) -> Finding:
+        """Return the active information as a hang, for which dumps are read."""
+        self._limit = None
+        self._detected_ns = observation.now_ns
+        return msgspec.structs.replace(
+            active, severity="critical", advice=None, dumps_wanted=self._can_read_dumps
+        )
+
+    @property
+    def _can_read_dumps(self) -> bool:
+        return self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS
 
     def _escalate_late_start(
         self, ranks: _ExpectedRanks, observation: Observation
@@ -528,11 +534,10 @@ class HangDetector(Detector):
             frame = places.pop() if len(places) == 1 and len(stuck) == len(wanted) else None
         self._frame = frame
         new_evidence = [line for stacks in new for line in stack_evidence(stacks)]
-        if active.side == "mismatch":  # ranks wait for one that will not come
-            self._limit = None
+        if active.side == "mismatch" and self._limit is not None:
+            active = self._as_hang(active, observation)  # ranks wait for one that will not come
         self._active = msgspec.structs.replace(
             active,
-            severity=self._severity(),
             cause=cause,
             side=active.side if cause == active.cause else side_of(cause),
             summary=self._summary(active.rank, cause, observation, frame, awaited),
