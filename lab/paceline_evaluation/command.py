@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import click
 from pydantic import TypeAdapter
 
 from paceline_cli.options import OutputFile
+from paceline_cli.termination import interrupted_once
 from paceline_evaluation import report
 from paceline_evaluation.campaign import Campaign
 from paceline_evaluation.faults import KINDS, SYNTHETIC
@@ -243,29 +242,14 @@ class _ArmReport(Protocol):
 
 @contextlib.contextmanager
 def _figures_of_part(progress: _ProgressLine) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the trials, not the report of those that are done.
-
-    Further ones are ignored until all is removed that the trials have started.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, interrupt)
+    """Let SIGINT and SIGTERM end the trials, not the report of those that are done."""
     try:
-        yield
+        with interrupted_once():
+            yield
     except KeyboardInterrupt:
         progress.interrupted = True
         if progress.done == 0:
             raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print(result: dict[str, Any], shown: _ArmReport, as_json: bool, as_markdown: bool) -> None:
