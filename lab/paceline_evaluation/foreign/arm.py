@@ -25,7 +25,7 @@ from paceline_evaluation.scoring import TrialVerdict, judge, names_fault
 _START_SECONDS = 180.0
 _WARM_UP_STEPS = 30
 _FATAL = frozenset({"hang", "crash"})
-_FATAL_SECONDS = 45.0  # a rank that uses a CPU may work for the first 20
+_FATAL_SECONDS = 30.0
 _FAULTY_STEPS = 60  # a fault not detected by then counts as a miss
 _FAULTY_SECONDS = 20.0  # or by then, if the steps are shorter
 _NONE_SECONDS = 60.0
@@ -153,7 +153,7 @@ class ForeignArm:
     def _last_error(self, job: ObservedJob) -> str:
         """Return the lines of the launchers' logs that name errors of ranks, or how they ended.
 
-        If there are none: the state of the job, its reports, and the last lines.
+        Without such lines, return the job's state, its newest reports and the end of the logs.
         """
         logs = [self.cluster.log(job.job_id, node) for node in self.cluster.nodes]
         texts = [log.read_text(errors="replace") for log in logs if log.exists()]
