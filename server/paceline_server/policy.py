@@ -202,8 +202,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             ge=2,
             le=_DAY_SECONDS,
             description="A blocking rank that sleeps in code of the script that records nothing, "
-            "as during an upload, is reported for information until then. The same during "
-            "evaluation.",
+            "as during an upload, is reported for information until then. During evaluation "
+            "nothing is reported before.",
         ),
     ] = 60.0
     hang_busy_seconds: Annotated[

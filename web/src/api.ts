@@ -124,7 +124,7 @@ function foreign({ status, statusText }: Response): ApiError {
   return new ApiError(null, title, "The response is not from Paceline but from a proxy before it.");
 }
 
-/** The JSON of a response; raises ApiError if there is none. */
+/** Parse a response as JSON. Throws ApiError if it is something else. */
 async function content<T>(response: Response): Promise<T> {
   try {
     return (await response.json()) as T;

@@ -1627,7 +1627,7 @@ export interface components {
                  */
                 hang_checkpoint_seconds: number;
                 /**
-                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
+                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. During evaluation nothing is reported before.
                  * @default 60
                  */
                 hang_evaluation_seconds: number;
@@ -1881,7 +1881,7 @@ export interface components {
                  */
                 hang_checkpoint_seconds: number;
                 /**
-                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
+                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. During evaluation nothing is reported before.
                  * @default 60
                  */
                 hang_evaluation_seconds: number;
@@ -2629,7 +2629,7 @@ export interface components {
                  */
                 hang_checkpoint_seconds: number;
                 /**
-                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
+                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. During evaluation nothing is reported before.
                  * @default 60
                  */
                 hang_evaluation_seconds: number;
@@ -2869,7 +2869,7 @@ export interface components {
                  */
                 hang_checkpoint_seconds: number;
                 /**
-                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. The same during evaluation.
+                 * @description A blocking rank that sleeps in code of the script that records nothing, as during an upload, is reported for information until then. During evaluation nothing is reported before.
                  * @default 60
                  */
                 hang_evaluation_seconds: number;
