@@ -64,7 +64,7 @@ class RankEnd:
         identity, path = self._reader.identity, self._reader.path
         ending = self._reported() or Ending()
         code = self._status.read()
-        if code is not None and not (code == -SIGTERM and self._has_launcher_ended_it(ending)):
+        if code is not None and not self._is_consequence(code, ending):
             exit_code, signal = (code, None) if code >= 0 else (None, -code)
             ending = replace(ending, exit_code=exit_code, signal=signal)
         ended_ns = self._gone_ns or timeline_ns()
@@ -86,13 +86,17 @@ class RankEnd:
             log_tail=ending.error,
         )
 
-    def _has_launcher_ended_it(self, ending: Ending) -> bool:
-        """Return whether its launcher sent a SIGTERM, also to a rank that ended after an error.
+    def _is_consequence(self, code: int, ending: Ending) -> bool:
+        """Return whether what was reported before explains this exit status.
 
-        `ending`: as the rank and torchrun reported it.
+        A rank may end with an exit code of its own after a signal. Its launcher sends SIGTERM also
+        to a rank that ends after an error. `ending`: as the rank and torchrun reported it.
         """
-        is_reported = ending.signal == SIGTERM or ending.launcher_signal is not None
-        return self._ends_others and not is_reported
+        if code >= 0:
+            return ending.signal is not None
+        if code != -SIGTERM or not self._ends_others:
+            return False
+        return ending.signal != SIGTERM and ending.launcher_signal is None
 
     def _reported(self) -> Ending | None:
         return read_ending(self._reader.path, self._reader.status.st_uid)
