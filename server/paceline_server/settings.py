@@ -95,6 +95,11 @@ class Settings(BaseSettings):
     # defaults hold a day at one step per second, and 20 MB per 1,000 ranks.
     steps_kept: int = Field(100_000, ge=1000, description="Newest steps stored per job.")
     step_shares_kept: int = Field(1000, ge=100, description="Newest steps with per-rank values.")
+    step_retention_seconds: float = Field(
+        7_776_000.0,
+        gt=0,
+        description="Age limit, after its end, of a job's steps; its incidents stay.",
+    )
     changes_kept: int = Field(20_000, ge=100, description="Changes stored for resumed streams.")
     outbox_retention_seconds: float = Field(604_800.0, gt=0, description="Age limit of alerts.")
     command_retention_seconds: float = Field(

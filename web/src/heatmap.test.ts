@@ -84,7 +84,7 @@ it("paints one pixel per rank at its place, the unknown in their own color", () 
 it("says why no slowdown is known", () => {
   const text = (last_step: number | null, self_seconds: number | null): string =>
     heatmap.unknownText({ last_step, cells: [{ self_seconds }] } as Grid);
-  expect(text(null, null)).toContain("No step");
+  expect(text(null, null)).toContain("No finished step");
   expect(text(7, null)).toContain("known to train");
   expect(text(7, 0.5)).toContain("No rank has peers");
 });

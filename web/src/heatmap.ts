@@ -200,7 +200,7 @@ export function slowest(grid: Grid): GridCell | null {
 
 /** Why no rank's slowdown is known. */
 export function unknownText(grid: Grid): string {
-  if (grid.last_step === null) return "No step of this generation has finished yet.";
+  if (grid.last_step === null) return "No finished step of this generation is stored.";
   return grid.cells.every((cell) => cell.self_seconds === null)
     ? "Slowdowns are shown while the ranks are known to train."
     : "No rank has peers that do the same work to be compared with.";

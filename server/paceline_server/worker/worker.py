@@ -21,6 +21,7 @@ from paceline_server.store import attachments
 from paceline_server.store.changes import prune_changes
 from paceline_server.store.commands import prune_commands
 from paceline_server.store.database import UNAVAILABLE, Database
+from paceline_server.store.ended_jobs import drop_details
 from paceline_server.store.leases import LeaseLostError, acquire, holding, is_held, lease_name
 from paceline_server.store.log import FINISHED, LogSizes, drop_log, newest_to_drop
 from paceline_server.store.models import JobRow
@@ -37,6 +38,8 @@ _PRUNE_NS = 10_000_000_000
 _END_SPREAD_NS = 10_000_000_000  # all ranks of a run report their end within this time
 _ATTACHMENT_RETENTION_NS = 7 * 86_400 * 1_000_000_000
 _DROPPED_AT_ONCE = 1024
+_PRUNE_ENDED_SECONDS = 3600.0
+_ENDED_PER_PRUNE = 4
 _STALLED_SECONDS = 15.0
 # The loop rests for a multiple of the last pass's duration. So with more batches, fewer passes
 # process them (each pass reads all nodes and ranks), and writers of the log get their turn.
@@ -61,6 +64,8 @@ class WorkerSettings(Protocol):
     def log_retention_seconds(self) -> float: ...
     @property
     def log_retention_bytes(self) -> int: ...
+    @property
+    def step_retention_seconds(self) -> float: ...
     @property
     def changes_kept(self) -> int: ...
     @property
@@ -116,6 +121,7 @@ class Worker(LeasedThread):
         self._not_before: dict[str, float] = {}  # by job, on the monotonic clock
         self._failures: dict[str, tuple[int, int]] = {}  # first and last failure of a job in a row
         self._pruned_ns = 0
+        self._prune_ended_at = 0.0  # monotonic seconds
         self._hurry_until = 0.0
         self._log_sizes = LogSizes()
         self._problem: str | None = None
@@ -294,7 +300,19 @@ class Worker(LeasedThread):
                 prune_steps(
                     session, job_id, self._settings.steps_kept, self._settings.step_shares_kept
                 )
+        self._prune_ended_jobs(now_ns)
         self._database.reclaim_space()
+
+    def _prune_ended_jobs(self, now_ns: int) -> None:
+        """Delete a little at a time: after an upgrade much may be older than the limit."""
+        if time.monotonic() < self._prune_ended_at:
+            return
+        before_ns = now_ns - int(self._settings.step_retention_seconds * 1e9)
+        for _ in range(_ENDED_PER_PRUNE):
+            with self._database.write() as session:
+                if not drop_details(session, before_ns, _DROPPED_AT_ONCE):
+                    self._prune_ended_at = time.monotonic() + _PRUNE_ENDED_SECONDS
+                    return
 
     def _prune_log(self, before_ns: int) -> None:
         """Delete in short transactions, so that writers of batches hardly wait for them.

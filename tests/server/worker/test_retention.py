@@ -1,4 +1,4 @@
-"""Old alerts and commands are deleted by any running server."""
+"""What is too old is deleted by any running server: alerts, commands, the steps of ended jobs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import select
+import pytest
+from sqlalchemy import func, select
 
 from paceline_server.decide.types import ActionView
+from paceline_server.steps.types import StepSummary
 from paceline_server.store.database import Database
-from paceline_server.store.models import AcknowledgementRow, ActionRow, CommandRow, OutboxRow
+from paceline_server.store.models import (
+    AcknowledgementRow,
+    ActionRow,
+    CommandRow,
+    EngineMemoryRow,
+    JobRow,
+    OutboxRow,
+    StepRow,
+    StepSharesRow,
+)
+from paceline_server.store.shares import insert_steps
+from paceline_server.worker import worker
 from tests.server.rows import toy_job
 
 _NOW_NS = time.time_ns()
@@ -60,6 +73,12 @@ def running_action() -> ActionRow:
     )
 
 
+def finished_step(step: int) -> StepSummary:
+    return StepSummary(
+        generation=1, step=step, started_ns=1, duration_seconds=1.0, ranks=[], slowest_rank=0
+    )
+
+
 def ids(database: Database, table: Any) -> list[int]:
     with database.read() as session:
         return list(session.scalars(select(table.id).order_by(table.id)))
@@ -98,3 +117,32 @@ def test_finished_commands_are_deleted_after_a_week_unless_their_action_runs(
     wait_for(lambda: ids(database, CommandRow) == [2, 3, 4], "the old one to go")
     with database.read() as session:
         assert session.scalars(select(AcknowledgementRow.command_id)).all() == [2]
+
+
+def test_the_steps_of_a_job_are_deleted_long_after_its_end(
+    database: Database,
+    run_server: Callable[..., Any],
+    wait_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "_DROPPED_AT_ONCE", 10)
+    monkeypatch.setattr(worker, "_PRUNE_NS", 0)
+    ends = {"old": _OLD_NS, "recent": _NOW_NS, "failed": _OLD_NS, "stored before": None}
+    with database.write() as session:
+        for job_id, finished_ns in ends.items():
+            state = "failed" if job_id == "failed" else "finished"
+            session.add(toy_job(job_id, state=state, finished_ns=finished_ns, step=24))
+            session.flush()
+            insert_steps(session, job_id, [finished_step(number) for number in range(25)])
+            session.add(EngineMemoryRow(job_id=job_id, memory=b"", cursor=0))
+
+    def kept(table: Any) -> dict[str, int]:
+        with database.read() as session:
+            by_job = select(table.job_id, func.count()).group_by(table.job_id)
+            return dict(session.execute(by_job).all())
+
+    run_server(step_retention_seconds=7 * 86_400.0)
+    wait_for(lambda: kept(EngineMemoryRow).keys() == {"recent", "stored before"}, "the old ones")
+    assert kept(StepRow) == kept(StepSharesRow) == {"recent": 25, "stored before": 25}
+    with database.read() as session:
+        assert session.get(JobRow, "old") is not None

@@ -114,7 +114,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
             {/* While it loads it is as tall as the charts, so that no button below moves. */}
             {steps.length === 0 ? (
               <p class={state.complete ? "empty" : "empty tall"}>
-                {state.complete ? "Available after the first finished step." : LOADING}
+                {state.complete ? noSteps(job) : LOADING}
               </p>
             ) : (
               <>
@@ -287,6 +287,12 @@ function modeNote({ watched, policy_version }: Job): string | undefined {
 function wallTime({ ledger }: Job): string {
   const ettr = ledger.ettr_ratio == null ? "" : `, ETTR ${format.percent(ledger.ettr_ratio)}`;
   return `${format.seconds(ledger.wall_seconds)} wall time${ettr}`;
+}
+
+function noSteps(job: Job): string {
+  return job.step === null
+    ? "Available after the first finished step."
+    : "The steps of this job are no longer stored; its incidents, actions and totals are.";
 }
 
 function checkpointNote({ checkpoint_interval_steps, checkpoint_path, checkpoint_advice }: Job): string | undefined {
