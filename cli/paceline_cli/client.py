@@ -7,6 +7,7 @@ import os
 import re
 import ssl
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -26,6 +27,8 @@ _LISTED_BY = {
     "rank": "`paceline jobs show JOB` lists its ranks.",
 }
 
+_LOST_ANSWERS = 2  # after which a request is repeated
+_AFTER_REQUEST = (httpx.ReadTimeout, httpx.ReadError, httpx.RemoteProtocolError)
 _UNAVAILABLE = (502, 503, 504)  # also of a proxy in front of the server
 
 
@@ -91,6 +94,17 @@ class Client:
 
     def post(self, path: str, body: Any = None) -> Any:
         return self._call("POST", path, json={} if body is None else body)
+
+    def create(self, path: str, body: Any) -> Any:
+        """Create a resource, and only one if an answer is lost and the request is repeated."""
+        headers = {"Idempotency-Key": str(uuid.uuid4())}
+        for _ in range(_LOST_ANSWERS):
+            try:
+                return self._call("POST", path, json=body, headers=headers)
+            except ServerUnavailable as error:
+                if not isinstance(error.__cause__, _AFTER_REQUEST):
+                    raise
+        return self._call("POST", path, json=body, headers=headers)
 
     def patch(self, path: str, body: Any) -> Any:
         return self._call("PATCH", path, json=body)

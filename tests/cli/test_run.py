@@ -23,6 +23,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers with a status and a body each, in order; no status closes the connection."""
 
     answers: list[tuple[int | None, Any]]
+    keys: list[str | None]  # of the requests that create the job
 
     def do_GET(self) -> None:
         status, body = self.answers.pop(0) if self.answers else (404, {"detail": "No answer left."})
@@ -38,6 +39,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
+        self.keys.append(self.headers["Idempotency-Key"])
         self.do_GET()
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -48,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a server that first creates the job."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    Handler.answers = [(201, RUNNING)]
+    Handler.answers, Handler.keys = [(201, RUNNING)], []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         threading.Thread(target=http.serve_forever).start()
         yield f"http://127.0.0.1:{http.server_port}"
@@ -67,6 +69,17 @@ def test_it_follows_the_job_through_a_restart_of_the_server(server: str) -> None
     assert "not known, trying again: the server answered 503: The database is" in result.output
     assert f"not known, trying again: no answer from {server}" in result.output
     assert result.output.splitlines()[-1].startswith("[finished]")
+
+
+def test_a_job_whose_creation_is_not_answered_is_created_once(server: str) -> None:
+    Handler.answers = [(None, None), (201, RUNNING), (200, FINISHED)]
+    result = run(server)
+    assert result.exit_code == 0, result.output
+    [key, repeated] = Handler.keys
+    assert key == repeated is not None
+    Handler.answers = [(503, {"detail": "The database is unavailable."}), (201, RUNNING)]
+    assert run(server).exit_code == 1
+    assert len(Handler.keys) == 3, "an error is no lost answer"
 
 
 def test_a_job_that_the_server_does_not_have_is_an_error(server: str) -> None:

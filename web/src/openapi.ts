@@ -233,6 +233,8 @@ export interface paths {
         /**
          * Create Job
          * @description Create a job. It starts as soon as ready nodes have enough free slots for its ranks.
+         *
+         *     A second request with the same `Idempotency-Key` creates no second job: it returns the first.
          */
         post: operations["create_job"];
         delete?: never;
@@ -4664,7 +4666,10 @@ export interface operations {
     create_job: {
         parameters: {
             query?: never;
-            header?: never;
+            header?: {
+                /** @description Unique to one request, such as a UUID; retries repeat it. */
+                "idempotency-key"?: string | null;
+            };
             path?: never;
             cookie?: never;
         };

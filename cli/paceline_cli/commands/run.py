@@ -117,7 +117,7 @@ def run(
         else None,
     }
     with Client(server, token) as client:
-        job = client.post("/jobs", body)
+        job = client.create("/jobs", body)
         if detach:
             if as_json:
                 render.show_json(job)

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,25 @@ def test_start_timeout_is_set_per_job(server: Any, client: httpx.Client) -> None
     assert found == jobs
     body = {"name": "x", "argv": ["true"], "topology": {}, "start_timeout_seconds": 0}
     assert client.post("/api/v1/jobs", json=body).status_code == 422
+
+
+@pytest.mark.any_database
+def test_a_repeated_request_creates_no_second_job(client: httpx.Client) -> None:
+    body = {"name": "x", "argv": ["true"], "topology": {"dp": 1, "pp": 1, "tp": 1}}
+
+    def post(key: str, **changes: Any) -> httpx.Response:
+        headers = {"Idempotency-Key": key}
+        return client.post("/api/v1/jobs", json=body | changes, headers=headers)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(post, ["one"] * 4))
+    assert [each.status_code for each in answers] == [201] * 4
+    assert len({each.json()["id"] for each in answers}) == 1
+    assert post("two").json()["id"] != answers[0].json()["id"]
+    other = post("one", argv=["false"])
+    assert other.status_code == 422
+    assert "Idempotency-Key" in other.json()["detail"]
+    assert len(client.get("/api/v1/jobs").json()["items"]) == 2
 
 
 @pytest.mark.any_database

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Header, Query
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Operator, viewer
-from paceline_server.api.dependencies import AfterDep, Bounds, BoundsDep, PartsDep, ReadDep
+from paceline_server.api.dependencies import (
+    AfterDep,
+    Bounds,
+    BoundsDep,
+    Parts,
+    PartsDep,
+    ReadDep,
+)
 from paceline_server.api.paging import number, position, time_cursor
 from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.decide.types import AuditEntry, JobSpec
@@ -25,32 +34,72 @@ from paceline_wire.topology import RANKS_AT_MOST, Topology
 
 _log = logging.getLogger(__name__)
 _HOSTS_LOGGED = 8
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=255,
+        description="Unique to one request, such as a UUID; retries repeat it.",
+    ),
+]
+
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 _READ = problems.responses(401, 403, 422, 503)
 _ONE = problems.responses(401, 403, 404, 422, 503)
 
 
 @router.post("", status_code=201, response_model=schemas.Job, responses=_READ)
-def create_job(body: schemas.JobCreate, parts: PartsDep, caller: Operator) -> schemas.Job:
-    """Create a job. It starts as soon as ready nodes have enough free slots for its ranks."""
-    now_ns = parts.now_ns()
-    with parts.database.write() as session:
-        row = _new_job(session, body, parts.policy, now_ns)
-        _warn_of_short_agent_leases(session, row.policy)
-        policies.assign(session, row, caller.name, now_ns)
-        session.add(row)
-        session.flush()
-        entry = AuditEntry(actor=caller.name, verb="created", subject=row.id, detail=row.name)
-        audit.record(session, row.id, entry, now_ns)
-        record_change(session, row.id, "job", row.id)
-        created = resources.job(session, row, parts.as_of())
+def create_job(
+    body: schemas.JobCreate,
+    parts: PartsDep,
+    caller: Operator,
+    idempotency_key: IdempotencyKey = None,
+) -> schemas.Job:
+    """Create a job. It starts as soon as ready nodes have enough free slots for its ranks.
+
+    A second request with the same `Idempotency-Key` creates no second job: it returns the first.
+    """
+    try:
+        created = _create_job(body, parts, caller.name, idempotency_key)
+    except IntegrityError:  # another request with this key has just created it
+        created = _create_job(body, parts, caller.name, idempotency_key)
     parts.signals.work.notify()
     parts.signals.changes.notify()
     return created
 
 
+def _create_job(
+    body: schemas.JobCreate, parts: Parts, caller: str, idempotency_key: str | None
+) -> schemas.Job:
+    now_ns = parts.now_ns()
+    with parts.database.write() as session:
+        row = _new_job(session, _job_id(idempotency_key), body, parts.policy, now_ns)
+        existing = session.get(models.JobRow, row.id)
+        if existing is not None:
+            if existing.spec != row.spec:
+                raise ProblemError(
+                    422,
+                    "Idempotency-Key: expected a new key for a job that differs from the first.",
+                )
+            return resources.job(session, existing, parts.as_of())
+        _warn_of_short_agent_leases(session, row.policy)
+        policies.assign(session, row, caller, now_ns)
+        session.add(row)
+        session.flush()
+        entry = AuditEntry(actor=caller, verb="created", subject=row.id, detail=row.name)
+        audit.record(session, row.id, entry, now_ns)
+        record_change(session, row.id, "job", row.id)
+        return resources.job(session, row, parts.as_of())
+
+
+def _job_id(key: str | None) -> str:
+    if key is None:
+        return f"job-{secrets.token_hex(4)}"
+    return f"job-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
 def _new_job(
-    session: Session, body: schemas.JobCreate, default: Policy, now_ns: int
+    session: Session, job_id: str, body: schemas.JobCreate, default: Policy, now_ns: int
 ) -> models.JobRow:
     for name, text in _texts(body):
         if "\0" in text:
@@ -70,7 +119,7 @@ def _new_job(
         metadata=body.metadata,
     )
     return models.JobRow(
-        id=f"job-{secrets.token_hex(4)}",
+        id=job_id,
         name=body.name,
         spec=spec,
         policy=_policy(body, default),
