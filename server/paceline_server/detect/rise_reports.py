@@ -157,6 +157,9 @@ class RiseReports(ABC, Generic[Reported]):
                 return []
             self.measure_again(reported)
             return [self.report(reported, observation)]
+        slowdown = self.slowdown(reported)
+        if slowdown is not None and slowdown < 1.0:
+            return []  # the newest steps are as fast as before; `levels` decide whether it is over
         if course == "milder":
             return [self.report(reported, observation)]
         is_due = step - (before.step or step) >= STEPS_BETWEEN_UPDATES
@@ -164,7 +167,7 @@ class RiseReports(ABC, Generic[Reported]):
             self.measure_again(reported)
         elif before.cause != UNKNOWN or step == before.step:
             return []
-        slowdown = self.slowdown(reported)
+        slowdown = self.slowdown(reported)  # as it is measured now
         diagnosis = self.diagnose(reported, slowdown, observation)
         size_is_alike = self.is_alike(reported, slowdown)
         if is_new_verdict(

@@ -107,3 +107,36 @@ def test_what_others_share_in_single_steps_is_no_rise_of_one(shared, own, exceed
         found.push(row)
     shift = next(one for one in found.rises() if one.series == 0)
     assert found.exceeds(shift, range(4)) is exceeds
+
+
+def of_two(course, seed: int) -> list[tuple[int, int]]:
+    """Return (step, series) of each rise of two series of which the first one follows `course`."""
+    chance = np.random.default_rng(seed)
+    found, rises = PeerLevels(2, smallest=0.05, false_alarms=1e-6, resolution=0.004), []
+    for step in range(400):
+        row = chance.normal(0.0, SIZE / 6.0, 2)
+        row[0] += course(step)
+        found.push(row)
+        for shift in found.rises():
+            rises.append((step, shift.series))
+            found.begin((shift.series,), shift.steps)
+    return rises
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_of_two_that_was_fast_for_a_moment_has_not_become_slow(seed):
+    assert of_two(lambda step: -SIZE if 200 <= step < 230 else 0.0, seed) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_of_two_that_becomes_slower_than_before_it_was_fast_is_found(seed):
+    rises = of_two(lambda step: -SIZE if 200 <= step < 230 else SIZE * (step >= 230), seed)
+    assert [series for _, series in rises] == [0]
+    assert 230 < rises[0][0] < 250
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_of_two_that_becomes_slow_long_after_its_recovery_is_found(seed):
+    rises = of_two(lambda step: 0.0 if 100 <= step < 300 else SIZE, seed)
+    assert [series for _, series in rises] == [0]
+    assert 300 < rises[0][0] < 320

@@ -7,7 +7,7 @@ import pytest
 from timed_run import T0, Noise, TimedRun
 
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.slow_link.detector import SlowLinkDetector
+from paceline_server.detect.slow_link.detector import SlowLinkDetector, _FamilyMonitor
 from paceline_server.detect.slow_link.traffic import MOST_FAMILIES, TransferBaselines, TransferLane
 from paceline_server.steps.timing import TransferTimes
 from paceline_wire.batch import Sample
@@ -83,6 +83,16 @@ def test_a_slow_link_is_found_within_five_steps_and_named(topology, factor):
     assert named(run.advance(10)) == [(link, None, True)]
     run.slow_links = both_ways(link, factor)
     assert [one.link for one in run.advance(5)] == [link]
+
+
+def test_a_link_that_may_be_well_again_is_not_reported_as_faster_than_before(monkeypatch):
+    run = watched(Topology(1, 2, 1), 3, ranks_per_node=1)
+    run.advance(40)
+    run.slow_links = both_ways(run.links()[0], 12.0)
+    assert len(run.advance(5)) == 1
+    # As of the newest steps, which scatter too widely to show that it is over.
+    monkeypatch.setattr(_FamilyMonitor, "slowdown", lambda *_: 0.4)
+    assert run.advance(20) == []
 
 
 @pytest.mark.parametrize(("factor", "severity"), [(4.0, "info"), (60.0, "warning")])
@@ -215,6 +225,7 @@ def count_waits_and_bytes(
         pytest.param(0.3, 1.3, 40, False, id="delivered as before"),
         pytest.param(0.3, 8.0, 40, True, id="delivered slowly"),
         pytest.param(0.3, 8.0, 10, False, id="for six seconds"),
+        pytest.param(0.5, 8.0, 36, False, id="for 22 seconds of long waits for CPUs"),
         pytest.param(0.02, 1.0, 40, True, id="host not busy"),
     ],
 )

@@ -68,6 +68,8 @@ DELIVERY_OF_COST = 0.5
 # Ranks that wait for a CPU for a share of the time make the delivery by TCP slower, in the worst of
 # some seconds by this times the share.
 DELIVERY_PER_SHARE = 8.0
+# ... and from this share on for longer than usual, as much as they wait more.
+_CROWDED_SHARE = 0.2
 # Waits for a CPU at both ends of a transfer add up: they explain a cost below this times the share
 # of the time.
 BOTH_ENDS = 2.0
@@ -389,7 +391,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
                 is_network = cost_ratio >= max(waiting, typical) * uneven_share(seconds)
             else:
                 sending = sending_share(observation, self.generation, ranks, since_ns)
-                lasts = seconds >= self._detector.settings.contention_seconds
+                crowded = max(waiting / _CROWDED_SHARE, 1.0)
+                lasts = seconds >= crowded * self._detector.settings.contention_seconds
                 is_network = is_slower and lasts and sending >= DELIVERY_OF_COST * cost_ratio
         if is_network:
             return True

@@ -132,9 +132,10 @@ class PeerLevels:
         """Return new rises, the most certain first; see `ShiftMonitor.rises`.
 
         Among few series, if one falls, all others seem to rise. This is a recovery, and the new
-        level becomes its usual one.
+        level becomes its usual one, once it has lasted: if the series is soon as before again, as
+        on a busy host, that is no rise either.
         """
-        found = self._most_certain_first()
+        found = [shift for shift in self._most_certain_first() if not self._ends_fall(shift)]
         fallen = [(shift.steps, self._fallen_instead(shift)) for shift in found]
         steps, falls = next((fall for fall in fallen if fall[1]), (0, {}))
         if not falls:
@@ -150,6 +151,18 @@ class PeerLevels:
 
     def _most_certain_first(self, certainty: float = 1.0) -> list[Shift]:
         return sorted(self._monitor.rises(certainty), key=lambda shift: -shift.score)
+
+    def _ends_fall(self, shift: Shift) -> bool:
+        """Return whether a series only rose to where it was before it fell; the fall is over then.
+
+        A rise to more than that is found when the rest of it is analyzed again.
+        """
+        fall = np.minimum([known[shift.series] for known in self._explained], 0.0)
+        fallen = float(fall[0] - fall[-1])
+        if fallen <= 0.0 or 2.0 * fallen < shift.size:
+            return False
+        self._explain((shift.series,), shift.steps, min(fallen, shift.size))
+        return True
 
     def _fallen_instead(self, shift: Shift) -> dict[int, float]:
         """Return the series that fell when this one seemed to rise, with their change (below 0).
