@@ -15,9 +15,11 @@ from paceline_evaluation.shape import JobShape, draw_shape
 from paceline_evaluation.timeline import play
 
 _LARGEST_FACTOR = 10_000.0
+_SECONDS_RANGE = (0.1, 100.0)  # least and most seconds to try, relative to the wanted cost
+_ROUNDS = 14
 _TRIES = 50
-_STALL_ROUNDS = 3
 _STEPS_OF_STALLS = 16  # averages over the positions of stalls in the schedule
+_STEPS_OF_PAUSES = 64  # averages over the number of pauses in a step
 _STEPS_OF_LENGTHS = 64  # averages over the drawn sequence lengths
 
 
@@ -36,14 +38,17 @@ def draw_plan(kind: str, chance: np.random.Generator, onset: int, largest: int) 
 def step_seconds(
     shape: JobShape, plan_faults: tuple[TrialFault, ...] = (), steps: int = 1
 ) -> float:
-    """Return the mean step time without noise, except sequence lengths, with all faults active."""
+    """Return the mean step time without noise, except sequence lengths, with all faults active.
+
+    The same number of steps has the same lengths, whatever the faults.
+    """
     program = build(shape, extra=has_late_traffic(plan_faults))
     lasting = tuple(replace(fault, onset_step=0, steps=None) for fault in plan_faults)
     conditions = Conditions(shape, program, QUIET, np.random.default_rng(0), lasting)
-    durations = conditions.draw(1, steps)
+    durations = conditions.draw(0, steps + 1)  # the first one follows no optimizer step
     durations.checkpoint[:] = 0.0
     carry = np.zeros(conditions.grid)
-    return float(play(shape, program, durations, carry).step_seconds.mean())
+    return float(play(shape, program, durations, carry).step_seconds[1:].mean())
 
 
 def has_late_traffic(plan_faults: tuple[TrialFault, ...]) -> bool:
@@ -102,25 +107,16 @@ def _tuned(shape: JobShape, fault: TrialFault) -> TrialFault | None:
         return fault
     if fault.kind == "late_link":
         return _tuned_late(shape, fault)
-    normal = step_seconds(shape)
+    steps = 1 if shape.lengths is None else _STEPS_OF_STALLS
     if fault.kind in ("data_stall", "transient_stall"):
-        return replace(fault, seconds=fault.magnitude * normal)
+        return replace(fault, seconds=fault.magnitude * step_seconds(shape, steps=steps))
     if fault.kind == "stalled_microbatch":
-        return _tuned_stall(shape, fault, normal)
+        return _solved_seconds(shape, fault, _STEPS_OF_STALLS)
     if fault.kind == "gc":
-        # On average one rank pauses per step, and all others wait for it.
+        # On average one to two ranks pause per step, and all others wait for them.
         share = min(1.0, 1.5 / shape.world_size)
-        return replace(fault, factor=share, seconds=1.5 * fault.magnitude * normal)
-    return _solved(shape, fault, normal)
-
-
-def _tuned_stall(shape: JobShape, fault: TrialFault, normal: float) -> TrialFault | None:
-    """Tune by iteration: the pipeline's slack hides a part of each stall."""
-    seconds = fault.magnitude * normal
-    for _ in range(_STALL_ROUNDS):
-        cost = step_seconds(shape, (replace(fault, seconds=seconds),), _STEPS_OF_STALLS) / normal
-        seconds *= fault.magnitude / max(cost - 1.0, 0.1 * fault.magnitude)
-    return replace(fault, seconds=seconds)
+        return _solved_seconds(shape, replace(fault, factor=share), _STEPS_OF_PAUSES)
+    return _solved_factor(shape, fault, steps)
 
 
 def _tuned_late(shape: JobShape, fault: TrialFault) -> TrialFault | None:
@@ -129,23 +125,47 @@ def _tuned_late(shape: JobShape, fault: TrialFault) -> TrialFault | None:
     always = replace(
         fault, traffic=HiddenTraffic(0, 1), magnitude=fault.magnitude * fault.traffic.every
     )
-    solved = _solved(shape, always, step_seconds(shape))
+    solved = _solved_factor(shape, always, 1 if shape.lengths is None else _STEPS_OF_STALLS)
     return None if solved is None else replace(fault, factor=solved.factor)
 
 
-def _solved(shape: JobShape, fault: TrialFault, normal: float) -> TrialFault | None:
-    """Find the factor by bisection; None if even the largest one costs too little."""
-    low, high = 1.0, _LARGEST_FACTOR
-    wanted = normal * (1.0 + fault.magnitude)
-    if step_seconds(shape, (replace(fault, factor=high),)) < wanted:
+def _solved_factor(shape: JobShape, fault: TrialFault, steps: int) -> TrialFault | None:
+    limits = (1.0, _LARGEST_FACTOR)
+    return _solved(
+        shape, lambda factor: replace(fault, factor=factor), fault.magnitude, limits, steps
+    )
+
+
+def _solved_seconds(shape: JobShape, fault: TrialFault, steps: int) -> TrialFault | None:
+    wanted = fault.magnitude * step_seconds(shape, steps=steps)
+    limits = (_SECONDS_RANGE[0] * wanted, _SECONDS_RANGE[1] * wanted)
+    return _solved(
+        shape, lambda seconds: replace(fault, seconds=seconds), fault.magnitude, limits, steps
+    )
+
+
+def _solved(
+    shape: JobShape,
+    candidate: Callable[[float], TrialFault],
+    cost: float,
+    limits: tuple[float, float],
+    steps: int,
+) -> TrialFault | None:
+    """Find by bisection the candidate that makes the step take `cost` longer.
+
+    Return None if even that of the upper limit costs too little.
+    """
+    low, high = limits
+    wanted = (1.0 + cost) * step_seconds(shape, steps=steps)
+    if step_seconds(shape, (candidate(high),), steps) < wanted:
         return None
-    for _ in range(14):
+    for _ in range(_ROUNDS):
         middle = (low * high) ** 0.5
-        if step_seconds(shape, (replace(fault, factor=middle),)) < wanted:
+        if step_seconds(shape, (candidate(middle),), steps) < wanted:
             low = middle
         else:
             high = middle
-    return replace(fault, factor=high)
+    return candidate(high)
 
 
 def _stage_imbalance(chance: np.random.Generator, shape: JobShape) -> TrialPlan | None:

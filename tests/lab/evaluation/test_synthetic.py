@@ -179,11 +179,19 @@ def test_faults_cost_what_they_are_tuned_to():
             assert [fault.onset_step for fault in plan.faults] == [0]
         if kind in ("slow_link", "data_stall", "stalled_microbatch"):
             slow = step_seconds(plan.shape, plan.faults, steps=16)
-            cost = slow / step_seconds(plan.shape) - 1.0
+            cost = slow / step_seconds(plan.shape, steps=16) - 1.0
             assert cost == pytest.approx(plan.faults[0].magnitude, rel=0.35)
         if kind not in ("none", "slow_rank"):
             assert all(fault.counts for fault in plan.faults)
             assert all(fault.magnitude >= COUNTED_MAGNITUDE for fault in plan.faults)
+
+
+@pytest.mark.parametrize("kind", ["slow_link", "gc", "stalled_microbatch"])
+def test_faults_cost_as_much_in_other_steps_than_they_were_tuned_to(kind: str):
+    for seed in range(13, 20):
+        plan = draw_plan(kind, np.random.default_rng((7, seed)), 20, largest=32)
+        healthy, slow = (step_seconds(plan.shape, one, steps=80) for one in ((), plan.faults))
+        assert slow / healthy - 1.0 == pytest.approx(plan.faults[0].magnitude, rel=0.3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
