@@ -1,8 +1,9 @@
 """The cost of a record's path from the ring to the server's memory: read, pack, encode, decode.
 
 Measured in CPU seconds of this process, for a window of one node as an agent sends it (8 ranks,
-3,200 samples). The baseline is the same window as rows of JSON (the standard library's), in the
-same run.
+3,200 samples). Encoding starts from what the agent has, the records of the rings and the values of
+each sweep, and includes packing them. The baseline is the same window as rows of JSON (the standard
+library's), from the same records and values, in the same run.
 """
 
 from __future__ import annotations
@@ -71,14 +72,15 @@ def _ring(directory: Path) -> Iterator[Result]:
 
 
 def _codec() -> Iterator[Result]:
-    batch = _batch()
-    payload, text = encode(batch), _to_json(batch)
+    window = _Window()
+    batch = window.batch()
+    payload, text = encode(batch), window.to_json()
     costs: dict[str, list[int]] = {"encode": [], "decode": [], "to_json": [], "from_json": []}
     for _ in range(REPEATS):
         for name, code in {
-            "encode": lambda: encode(batch),
+            "encode": lambda: encode(window.batch()),
             "decode": lambda: [from_columns(block.columns) for block in decode(payload).spans],
-            "to_json": lambda: _to_json(batch),
+            "to_json": window.to_json,
             "from_json": lambda: json.loads(text),
         }.items():
             started = process_time_ns()
@@ -86,12 +88,13 @@ def _codec() -> Iterator[Result]:
             costs[name].append(process_time_ns() - started)
     count = RECORDS + SAMPLES
     rate = {name: count / median(taken) * 1e9 for name, taken in costs.items()}
+    window.values.clear()
     spans_only = Batch(agent_id="a", boot_id="b", sequence=0, packed_ns=0, spans=batch.spans)
     yield Result(
         "batch: bytes per span",
         len(encode(spans_only)) / RECORDS,
         "B",
-        len(_to_json(spans_only)) / RECORDS,
+        len(window.to_json()) / RECORDS,
         goal=16,
     )
     yield Result("batch: bytes per record", len(payload) / count, "B", len(text) / count)
@@ -101,48 +104,57 @@ def _codec() -> Iterator[Result]:
         )
 
 
-def _to_json(batch: Batch) -> bytes:
-    """Encode each record as a JSON list, as a simple service would."""
-    spans = [
-        list(RECORD.unpack_from(records, offset))
-        for records in (from_columns(block.columns) for block in batch.spans)
-        for offset in range(0, len(records), RECORD_BYTES)
-    ]
-    samples = [
-        [one.name, one.labels, one.value, one.time_ns]
-        for block in batch.blocks
-        for one in block.samples()
-    ]
-    return json.dumps({"spans": spans, "samples": samples}, separators=(",", ":")).encode()
+class _Window:
+    """A window as the agent has it: the records of each rank and the values of each sweep."""
 
+    def __init__(self) -> None:
+        seed = random.Random(1)
+        self.records = [_records(rank, seed) for rank in range(RANKS)]
+        self.values = [
+            [float(seed.randrange(1000)) for _ in range(SERIES)] for _ in range(SAMPLES // SERIES)
+        ]
+        # Forty metrics of eight GPUs. An agent packs the series once.
+        self.series = [
+            (
+                f"DCGM_FI_DEV_{number % 40}",
+                {"gpu": str(number % 8), "UUID": f"GPU-{number % 8:032d}"},
+            )
+            for number in range(SERIES)
+        ]
+        self._packed = pack_series(self.series)
 
-def _batch() -> Batch:
-    seed = random.Random(1)
-    return Batch(
-        agent_id="node-0",
-        boot_id="boot",
-        sequence=1,
-        packed_ns=0,
-        spans=[_spans(rank, seed) for rank in range(RANKS)],
-        blocks=[_samples(sweep, seed) for sweep in range(SAMPLES // SERIES)],
-    )
-
-
-def _samples(sweep: int, seed: random.Random) -> SampleBlock:
-    """Return forty metrics of eight GPUs."""
-    series = [
-        (
-            f"DCGM_FI_DEV_{number % 40}",
-            {"gpu": str(number % 8), "UUID": f"GPU-{number % 8:032d}"},
+    def batch(self) -> Batch:
+        return Batch(
+            agent_id="node-0",
+            boot_id="boot",
+            sequence=1,
+            packed_ns=0,
+            spans=[
+                SpanBlock("bench", 0, rank, to_columns(records), 0)
+                for rank, records in enumerate(self.records)
+            ],
+            blocks=[
+                SampleBlock(self._packed, pack_values(values), _sweep_ns(sweep))
+                for sweep, values in enumerate(self.values)
+            ],
         )
-        for number in range(SERIES)
-    ]
-    values = [float(seed.randrange(1000)) for _ in series]
-    at_ns = 1_700_000_000_000_000_000 + sweep * 1_000_000_000
-    return SampleBlock(pack_series(series), pack_values(values), at_ns)
+
+    def to_json(self) -> bytes:
+        """Encode each record as a JSON list, as a simple service would."""
+        spans = [row for records in self.records for row in RECORD.iter_unpack(records)]
+        samples = [
+            (name, labels, value, _sweep_ns(sweep))
+            for sweep, values in enumerate(self.values)
+            for (name, labels), value in zip(self.series, values, strict=True)
+        ]
+        return json.dumps({"spans": spans, "samples": samples}, separators=(",", ":")).encode()
 
 
-def _spans(rank: int, seed: random.Random) -> SpanBlock:
+def _sweep_ns(sweep: int) -> int:
+    return 1_700_000_000_000_000_000 + sweep * 1_000_000_000
+
+
+def _records(rank: int, seed: random.Random) -> bytes:
     """Return steps of 8 microbatches with jitter, as a pipeline rank writes them."""
     ops = (Op.FORWARD_RECV, Op.FORWARD, Op.ALL_REDUCE, Op.FORWARD_SEND, Op.BACKWARD)
     words, now = [], 10**12
@@ -162,5 +174,4 @@ def _spans(rank: int, seed: random.Random) -> SpanBlock:
             duration,
         ]
         now += duration + seed.randrange(100_000)
-    records = b"".join(word.to_bytes(8, "little") for word in words)
-    return SpanBlock("bench", 0, rank, to_columns(records), 0)
+    return b"".join(word.to_bytes(8, "little") for word in words)
