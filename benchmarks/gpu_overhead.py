@@ -23,6 +23,7 @@ from statistics import median
 from time import perf_counter_ns
 
 from benchmarks.harness import Result
+from benchmarks.harness.recorded import check_recorded
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def measure() -> Iterator[Result]:
     for name, model in MODELS.items():
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
             plain, same, hooked = rounds(directory, model)
+            check_recorded(directory)
         for label, walls, goal in (
             ("none, the same twice", same, None),
             ("hooks", hooked, GOAL_PERCENT),
@@ -71,21 +73,25 @@ def measure() -> Iterator[Result]:
 def rounds(directory: str, model: Model) -> tuple[list[float], ...]:
     """Return the wall time of each block, in nanoseconds: of each process, in each round."""
     context = multiprocessing.get_context("spawn")
-    pipes = []
+    pipes, processes = [], []
     for rings in ("", "", directory):
         own, other = context.Pipe()
-        context.Process(target=train, args=(other, rings, model), daemon=True).start()
+        process = context.Process(target=train, args=(other, rings, model), daemon=True)
+        process.start()
+        other.close()  # so that the end of the process ends `recv`
         pipes.append(own)
+        processes.append(process)
     walls: list[list[float]] = [[] for _ in pipes]
-    order = list(range(len(pipes)))
     for number in range(WARM_ROUNDS + ROUNDS):
-        for each in order if number % 2 else reversed(order):
+        for place in range(len(pipes)):
+            each = (number + place) % len(pipes)  # each process is first, second, third in turn
             pipes[each].send(True)
             wall = pipes[each].recv()
             if number >= WARM_ROUNDS:
                 walls[each].append(wall)
-    for pipe in pipes:
+    for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(False)
+        process.join()
     return tuple(walls)
 
 

@@ -11,9 +11,9 @@ calls empty context managers. The result is the median over pairs of the additio
 training thread, as a share of the step's wall time, with its standard error. Within two errors of
 the goal, the goal is neither met nor missed.
 
-The reader of the ring is a process that reads, packs and stores as an agent does; then it is
-stopped, killed, or its disk is full (/dev/full). The first row compares the step with itself and
-shows the noise; the last one has torch.profiler around every step.
+The reader of the ring is a process that reads, packs and stores as an agent does; once it has read,
+it is stopped, killed, or its disk is full (/dev/full). The first row compares the step with itself
+and shows the noise; the last one has torch.profiler around every step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import itertools
 import logging
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ from torch import nn
 
 import paceline
 from benchmarks.harness import Result
+from benchmarks.harness.recorded import check_recorded
 from benchmarks.harness.torch_alone import torch_alone
 from paceline import Op
 
@@ -54,6 +56,7 @@ LAYERS = 32
 WIDTH = 64
 WAITING_SECONDS = 0.022
 GOAL_PERCENT = 0.5
+START_SECONDS = 60.0  # until the agent reads
 
 AGENT = """
 import pathlib, sys, time
@@ -61,7 +64,7 @@ from paceline_wire.batch import Batch, SpanBlock, encode
 from paceline_wire.ring import RingError, RingReader
 from paceline_wire.spans import to_columns
 directory, spool = pathlib.Path(sys.argv[1]), open(sys.argv[2], "wb", buffering=0)
-reader, made = None, None
+reader, made, has_read = None, None, False
 while True:
     time.sleep(0.1)
     try:
@@ -71,6 +74,9 @@ while True:
         block = SpanBlock("bench", 0, 0, to_columns(reader.read()), 0)
         reader.view()
         batch = Batch(agent_id="a", boot_id="b", sequence=0, packed_ns=0, spans=[block])
+        if block.count and not has_read:
+            has_read = True
+            print(flush=True)
         spool.write(encode(batch))
     except (RingError, OSError, StopIteration):
         pass
@@ -114,12 +120,12 @@ def measure() -> Iterator[Result]:
         yield from _results("none, the same step twice", noise, goal=None)
         together: list[float] = []
         for name, condition in CONDITIONS.items():
-            with condition(directory), _hooks() as hooked:
+            with _hooks(directory) as hooked, condition(directory):
                 percent = _percent(WaitingStep(), hooked, pairs=pairs)
             together += percent
             yield from _results(name, percent)
         yield from _results("these five together", together)
-        with _hooks() as hooked:
+        with _hooks(directory) as hooked:
             yield from _results("no collectives", _percent(WaitingSectionsStep(), hooked))
             for name, calls in (("", TWO_LINES), (", all calls", hooked)):
                 yield from _results(
@@ -138,7 +144,7 @@ def measure() -> Iterator[Result]:
 
 
 @contextlib.contextmanager
-def _hooks() -> Iterator[Calls]:
+def _hooks(directory: str) -> Iterator[Calls]:
     paceline.init()
     try:
         yield Calls(
@@ -149,6 +155,7 @@ def _hooks() -> Iterator[Calls]:
             paceline.pending,
             dist.all_reduce,
         )
+        check_recorded(directory)
     finally:
         paceline.finish()
 
@@ -314,14 +321,30 @@ def _results(
 
 @contextlib.contextmanager
 def _agent(directory: str, spool: str, then: signal.Signals | None) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-c", AGENT, directory, spool])
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT, directory, spool], stdout=subprocess.PIPE
+    )
     try:
+        _await_reading(process)
         if then is not None:
             process.send_signal(then)
         yield
     finally:
         process.kill()
         process.wait()
+
+
+def _await_reading(process: subprocess.Popen[bytes]) -> None:
+    """Record sections until the agent has read one."""
+    assert process.stdout is not None
+    deadline = time.monotonic() + START_SECONDS
+    while not select.select([process.stdout], [], [], 0.05)[0]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the agent has read nothing in {START_SECONDS:.0f} s")
+        with paceline.section("start"):
+            pass
+    if not process.stdout.readline():
+        raise RuntimeError("the agent has ended without reading")
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import paceline
 from benchmarks.harness import Result, nanoseconds_each
+from benchmarks.harness.recorded import check_recorded
 from benchmarks.harness.torch_alone import torch_alone
 from paceline import Op
 
@@ -33,6 +34,7 @@ def measure() -> Iterator[Result]:
             yield from _cold_sections()
         yield from _boundary()
         yield from _collective()
+        check_recorded(directory)
         paceline.finish()
         dist.destroy_process_group()
 

@@ -11,6 +11,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import Result
+from benchmarks.harness.recorded import check_recorded
+from paceline.recorder import Recorder
+from paceline_wire import ring
+from paceline_wire.ring import Identity
+from paceline_wire.spans import NONE_32, Op
+from paceline_wire.topology import Coordinates, Topology
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +78,29 @@ def processes_with(word: bytes) -> list[bytes]:
         with contextlib.suppress(OSError):  # the process has just ended
             commands.append(path.read_bytes())
     return [command for command in commands if word in command]
+
+
+def test_hooks_that_record_nothing_are_an_error(tmp_path: Path) -> None:
+    identity = Identity(
+        job="bench",
+        generation=0,
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        topology=Topology(),
+        coordinates=Coordinates(),
+        pid=1,
+        host="here",
+        clock_offset_ns=0,
+        started_ns=0,
+    )
+    with pytest.raises(RuntimeError, match="recorded nothing"):
+        check_recorded(str(tmp_path))
+    recorder = Recorder(ring.create(tmp_path / "bench.ring", identity))
+    with pytest.raises(RuntimeError, match="recorded nothing"):
+        check_recorded(str(tmp_path))
+    recorder.write(Op.FORWARD, 1, NONE_32, 0, 0, 1, 10)
+    check_recorded(str(tmp_path))
 
 
 def test_an_unknown_name_is_refused_with_the_valid_names() -> None:
