@@ -61,8 +61,8 @@ CAUSE_WORDS = {
     "cpu": ("cpu",),
     "memory": ("memory pressure", "swap", "paging"),
     "ecc": ("ecc",),
-    "nic errors": ("nic", "link", "error", "retrans"),
-    "nic rate": ("rate", "nic", "speed"),
+    "nic errors": ("nic error", "link errors", "packet loss"),
+    "nic rate": ("low link rate",),
     "congestion": ("congest",),
     "disk": ("disk", "i/o", "storage"),
     # Packets that the queue of the limit drops are sent again, which is visible if it occurs.

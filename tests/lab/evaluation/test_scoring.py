@@ -168,6 +168,22 @@ def test_a_link_has_two_ends_in_any_order():
 
 
 @pytest.mark.parametrize(
+    ("cause", "reported", "correct"),
+    [
+        ("nic errors", "link errors", True),
+        ("nic errors", "low link rate", False),
+        ("nic errors", "degraded PCIe link of the NIC", False),
+        ("nic rate", "low link rate", True),
+        ("nic rate", "NIC error", False),
+    ],
+)
+def test_another_cause_of_a_slow_link_is_not_correct(cause: str, reported: str, correct: bool):
+    fault = TrialFault("slow_link", ONSET, 0.3, link=(1, 5), node=0, cause=cause)
+    found = finding("slow_link", None, link=(1, 5), cause=reported)
+    assert judge(record((55, found), faults=(fault,))).cause_correct is correct
+
+
+@pytest.mark.parametrize(
     ("found", "hit"),
     [
         (finding("slow_link", None, link=(1, 2), ranks=[1, 2]), True),
