@@ -99,6 +99,10 @@ class Run:
         yield Result(f"{name}: finding to alert, p99", p99, "s", goal=ALERT_GOAL_SECONDS)
         lag = float(np.percentile(self.lag_seconds, 99))
         yield Result(f"{name}: unread log, p99", lag, "s", goal=LAG_GOAL_SECONDS)
+        known = 0 if self.steps_known is None else self.steps_known + 1
+        missing = max(0, self.load.steps - known)
+        yield Result(f"{name}: steps that the server has not finished", missing, "", goal=0)
+        yield Result(f"{name}: batches sent late, at most", self.latest, "s")
         yield Result(f"{name}: memory, peak", max(self.memory_mib), "MiB")
         yield Result(f"{name}: memory, growth", self.growth_mib, "MiB", goal=GROWTH_GOAL_MIB)
         cores = self.cpu_seconds / self.seconds
