@@ -20,8 +20,8 @@ function answer(body: string, init: ResponseInit): void {
   });
 }
 
-async function failure(): Promise<ApiError> {
-  const error: unknown = await api.job("job-1").then(
+async function failure(request: Promise<unknown> = api.job("job-1")): Promise<ApiError> {
+  const error: unknown = await request.then(
     () => null,
     (problem: unknown) => problem,
   );
@@ -79,4 +79,5 @@ it("gives up on a response that does not arrive", async () => {
     signal?.aborted ? Promise.reject(signal.reason as Error) : new Promise(() => undefined),
   );
   expect((await failure()).away).toBe(true);
+  expect((await failure(api.approve("act-1"))).away).toBe(true);
 });

@@ -175,6 +175,7 @@ export function address(path: string, parameters: Parameters = {}): string {
 async function decide(path: keyof paths, action_id: string): Promise<Action> {
   const response = await request(address(path, { action_id }), {
     method: "POST",
+    signal: AbortSignal.timeout(TIMEOUT_MS),
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ comment: "" }),
   });

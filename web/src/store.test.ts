@@ -58,6 +58,18 @@ it("replaces an incident in place and puts a new one first", () => {
   ]);
 });
 
+it("does not replace an action with the response to a decision that is older than an event", () => {
+  const action = (state: string): Action => ({ id: "act-1", created_at: "2026-01-01T00:00:00Z", state }) as Action;
+  const proposed = action("proposed");
+  const states = (...events: Action[]): string[] => {
+    const response = { type: "decided", data: action("approved"), before: proposed } as const;
+    const changes = events.map((data) => ({ type: "action", data }) as const);
+    return apply(begin(JOB, [], [proposed]), [...changes, response]).actions.map(({ state }) => state);
+  };
+  expect(states()).toEqual(["approved"]);
+  expect(states(action("running"), action("done"))).toEqual(["done"]);
+});
+
 it("lists nodes as people count", () => {
   const node = (id: string): Node => ({ id }) as Node;
   let state = apply(begin(JOB, [], []), [{ type: "nodes", data: ["node-10", "node-2"].map(node) }]);

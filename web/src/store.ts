@@ -30,6 +30,8 @@ export type Change =
   | { type: "what-if"; data: WhatIf }
   | { type: "nodes"; data: Node[] }
   | { type: "steps"; data: Step[] }
+  /** The response to a decision; `before`: the action on which the person decided. */
+  | { type: "decided"; data: Action; before: Action }
   | { type: "complete" };
 
 const TYPES: ReadonlySet<string> = new Set(["job", "step", "ranks", "incident", "action", "node"]);
@@ -94,6 +96,11 @@ export function apply(state: JobState, changes: readonly Change[]): JobState {
         break;
       case "action":
         next = { ...next, actions: put(next.actions, change.data, newestFirst("created_at")) };
+        break;
+      case "decided":
+        // An event that arrived first may be newer; if it is not, another one follows.
+        if (next.actions.includes(change.before))
+          next = { ...next, actions: put(next.actions, change.data, newestFirst("created_at")) };
         break;
       case "nodes":
         next = { ...next, nodes: [...change.data].sort(byId) };

@@ -6,12 +6,15 @@ import type { Connection } from "../live";
 import { appearanceOfAction } from "../tone";
 import { Badge } from "./Icon";
 
+/** Called with the response to a decision, and the action on which the person decided. */
+export type Decided = (action: Action, before: Action) => void;
+
 interface Props {
   action: Action;
   /** The job's policy mode: `observe` and `dry-run` execute nothing. */
   mode: string;
   connection: Connection;
-  onDecided: (action: Action) => void;
+  onDecided: Decided;
 }
 
 /** One action: its reason, its phases, and the buttons while a person can decide on it. */
@@ -30,7 +33,8 @@ export function ActionCard({ action, mode, connection, onDecided }: Props) {
         (mode === "observe" || mode === "dry-run" ? (
           <p class="muted">Not executed: the job's mode is {mode}.</p>
         ) : (
-          <Decision action={action} connection={connection} onDecided={onDecided} />
+          // A request that is under way concerns an earlier state: its outcome is not shown.
+          <Decision key={action.state} action={action} connection={connection} onDecided={onDecided} />
         ))}
     </div>
   );
@@ -92,7 +96,7 @@ function Decision({ action, connection, onDecided }: Omit<Props, "mode">) {
     setPending(verb);
     setError(null);
     try {
-      onDecided(await api[verb](action.id));
+      onDecided(await api[verb](action.id), action);
     } catch (problem) {
       setError(problem instanceof ApiError ? problem : new ApiError(null, String(problem), ""));
     } finally {

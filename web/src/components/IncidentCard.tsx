@@ -5,7 +5,7 @@ import * as format from "../format";
 import type { Connection } from "../live";
 import { times } from "../recovery";
 import { appearanceOfIncident } from "../tone";
-import { ActionCard } from "./ActionCard";
+import { ActionCard, type Decided } from "./ActionCard";
 import { Ago } from "./Ago";
 import { Badge, Icon } from "./Icon";
 
@@ -16,7 +16,7 @@ interface Props {
   actions: readonly Action[];
   mode: string;
   connection: Connection;
-  onDecided: (action: Action) => void;
+  onDecided: Decided;
 }
 
 /** One incident: summary, causes, evidence for and against, cost, and actions. */

@@ -1,8 +1,8 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 
-import type { Action, Incident, Job, Node, WhatIf as Replay } from "../api";
+import type { Incident, Job, Node, WhatIf as Replay } from "../api";
 import * as chart from "../chart";
-import { ActionCard } from "../components/ActionCard";
+import { ActionCard, type Decided } from "../components/ActionCard";
 import { Ago } from "../components/Ago";
 import { Bubbles } from "../components/Bubbles";
 import { Efficiency } from "../components/Efficiency";
@@ -60,8 +60,8 @@ export function JobView({ id }: { id: string }) {
       <JobPage
         state={state}
         connection={live.connection.value}
-        onDecided={(action) => {
-          live.push({ type: "action", data: action });
+        onDecided={(action, before) => {
+          live.push({ type: "decided", data: action, before });
         }}
       />
     </>
@@ -88,7 +88,7 @@ function ConnectionBanner(props: { connection: Connection; lastDataAt: number | 
 interface PageProps {
   state: JobState;
   connection: Connection;
-  onDecided: (action: Action) => void;
+  onDecided: Decided;
 }
 
 function JobPage({ state, connection, onDecided }: PageProps) {
