@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import ssl
-import time
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 import click
@@ -27,6 +25,11 @@ _LISTED_BY = {
     "rank": "`paceline jobs show JOB` lists its ranks.",
 }
 
+_ANOTHER_RELEASE = (
+    "It is another program, or another release of Paceline than this command: use the same on both "
+    "sides, or name another server with --server or PACELINE_SERVER."
+)
+
 _LOST_ANSWERS = 2  # after which a request is repeated
 _AFTER_REQUEST = (httpx.ReadTimeout, httpx.ReadError, httpx.RemoteProtocolError)
 _UNAVAILABLE = (502, 503, 504)  # also of a proxy in front of the server
@@ -34,6 +37,15 @@ _UNAVAILABLE = (502, 503, 504)  # also of a proxy in front of the server
 
 class ServerUnavailable(click.ClickException):
     """A server that cannot be reached or cannot respond now: a later request may succeed."""
+
+
+class ResponseObject(dict[str, Any]):
+    """A JSON object of a response. Reading a field that it does not have is a ClickException."""
+
+    def __missing__(self, field: str) -> NoReturn:
+        raise click.ClickException(
+            f"the response of the server has no {field!r}. {_ANOTHER_RELEASE}"
+        )
 
 
 def _tls_context(server: str, environment: Mapping[str, str]) -> ssl.SSLContext | bool:
@@ -115,57 +127,39 @@ class Client:
         cursor: str | None = None
         while True:
             response = self._answer("GET", path, params=_given(parameters | {"cursor": cursor}))
-            try:
-                page = response.json()
-                found += page["items"]
-                cursor = page.get("next_cursor")
-            except (ValueError, KeyError, TypeError) as error:
-                raise self._strange(response) from error
+            page = self.parse(response)
+            if not isinstance(page.get("items"), list):
+                raise self.unexpected(response)
+            found += page["items"]
+            cursor = page.get("next_cursor")
             if not cursor:
                 return found
-
-    def events(self, job: str) -> Iterator[tuple[str, Any]]:
-        """Yield (event, data) of the job as they happen; reconnect after the last one received."""
-        last_id: str | None = None
-        while True:
-            headers = {"Last-Event-ID": last_id} if last_id else {}
-            try:
-                with self._http.stream(
-                    "GET",
-                    "/events",
-                    params={"job": job},
-                    headers=headers,
-                    timeout=httpx.Timeout(10.0, read=30.0),
-                ) as response:
-                    if response.status_code >= 400:
-                        response.read()
-                        raise self._refused(response)
-                    for identifier, event, data in _parse_events(response.iter_lines()):
-                        last_id = identifier or last_id
-                        yield event, data
-            except httpx.TransportError:
-                pass
-            time.sleep(1.0)
 
     def download(self, path: str, **parameters: Any) -> httpx.Response:
         """Get a resource that may take the server a while to compute."""
         timeout = httpx.Timeout(10.0, read=120.0)
         response = self._answer("GET", path, params=parameters, timeout=timeout)
         if response.headers.get("content-type", "").startswith("text/html"):
-            raise self._strange(response)
+            raise self.unexpected(response)
         return response
 
-    def _call(self, method: str, path: str, **options: Any) -> Any:
-        response = self._answer(method, path, **options)
+    def parse(self, response: httpx.Response) -> ResponseObject:
+        """Return the JSON object in a response."""
         try:
-            return response.json()
+            found = response.json(object_hook=ResponseObject)
         except ValueError as error:
-            raise self._strange(response) from error
+            raise self.unexpected(response) from error
+        if not isinstance(found, ResponseObject):
+            raise self.unexpected(response)
+        return found
+
+    def _call(self, method: str, path: str, **options: Any) -> Any:
+        return self.parse(self._answer(method, path, **options))
 
     def _answer(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
             response = self._http.request(method, quote(path), **options)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ServerUnavailable(
                 f"no answer from {self.server} ({error}). Is `paceline server` running there? "
                 "Name another with --server or PACELINE_SERVER."
@@ -178,8 +172,12 @@ class Client:
         try:
             detail = str(response.json()["detail"])
         except (ValueError, KeyError, TypeError):
-            return self._strange(response)
+            return self.unexpected(response)
         hint = ""
+        if response.status_code == 404 and detail == "Not Found":  # no resource, but no such route
+            return click.ClickException(
+                f"{self.server} has no {response.request.url.path}. {_ANOTHER_RELEASE}"
+            )
         if response.status_code == 401 and self.token:
             hint = " It does not know the one given with --token or PACELINE_TOKEN."
         elif response.status_code == 401:
@@ -188,7 +186,8 @@ class Client:
             hint = f" {_LISTED_BY[named[1]]}" if named[1] in _LISTED_BY else ""
         return _error(response, f"the server answered {response.status_code}: {detail}{hint}")
 
-    def _strange(self, response: httpx.Response) -> click.ClickException:
+    def unexpected(self, response: httpx.Response) -> click.ClickException:
+        """Return the error for a response that a Paceline server does not send."""
         kind = response.headers.get("content-type", "no content type")
         return _error(
             response,
@@ -212,21 +211,3 @@ def _local_token(server: str) -> str | None:
 
 def _given(parameters: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if value is not None}
-
-
-def _parse_events(lines: Iterator[str]) -> Iterator[tuple[str | None, str, Any]]:
-    identifier, event, data = None, "message", ""
-    for line in lines:
-        if not line:
-            if data:
-                yield identifier, event, json.loads(data)
-            event, data = "message", ""
-            continue
-        name, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if name == "id":
-            identifier = value
-        elif name == "event":
-            event = value
-        elif name == "data":
-            data += value

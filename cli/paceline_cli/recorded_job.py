@@ -21,7 +21,7 @@ def show(
     job: str, steps: int, server: str, token: str | None, timeline: Path | None, as_json: bool
 ) -> None:
     with Client(server, token) as client:
-        found = client.download(f"/jobs/{job}/what-if", steps=steps).json()
+        found = client.parse(client.download(f"/jobs/{job}/what-if", steps=steps))
         if timeline is not None:
             _write_timeline(client, job, steps, timeline)
     if found["slowdown"] is None:

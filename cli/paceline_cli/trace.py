@@ -17,5 +17,8 @@ class JobTrace(NamedTuple):
 
 def fetch_trace(client: Client, job: str, steps: int) -> JobTrace:
     response = client.download(f"/jobs/{job}/trace", steps=steps)
-    sizes = json.loads(response.headers[SIZES_HEADER])
+    try:
+        sizes = json.loads(response.headers[SIZES_HEADER])
+    except (KeyError, ValueError) as error:
+        raise client.unexpected(response) from error
     return JobTrace(response.content, "".join(f"{name}: {sizes[name]}\n" for name in sizes))

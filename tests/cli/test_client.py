@@ -1,4 +1,4 @@
-"""The API client: pages, events, and errors that say what to do; with a real HTTP server."""
+"""The API client: pages, and errors that say what to do; with a real HTTP server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
@@ -19,9 +20,7 @@ from paceline_cli.main import main
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves two pages of jobs, one stream of events, and errors."""
-
-    event_requests: list[str | None]
+    """Serves two pages of jobs, and errors."""
 
     def do_GET(self) -> None:
         url = urlparse(self.path)
@@ -29,10 +28,6 @@ class Handler(BaseHTTPRequestHandler):
         if url.path == "/api/v1/jobs":
             page = {"items": [cursor or "first"], "next_cursor": None if cursor else "second"}
             self._answer(200, page)
-        elif url.path == "/api/v1/events":
-            type(self).event_requests.append(self.headers.get("Last-Event-ID"))
-            body = b': hello\n\nid: 7\nevent: job\ndata: {"state":\ndata: "running"}\n\n'
-            self._send(200, body, "text/event-stream")
         elif url.path == "/api/v1/nodes/a%20%231%3F":
             self._answer(200, {"path": self.path})
         elif url.path == "/api/v1/incidents/i":
@@ -41,6 +36,10 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(401, {"detail": "a token is needed"})
         elif url.path in ("/api/v1/list", "/api/v1/word"):
             self._answer(200, [1, 2] if url.path.endswith("list") else {"hello": 1})
+        elif url.path.startswith("/api/v1/jobs/early"):
+            self._answer(200, {"items": []} if url.path.endswith("ranks") else {"id": "early"})
+        elif url.path.startswith("/api/v1/actions"):
+            self._answer(404, {"title": "Not Found", "detail": "Not Found"})
         elif url.path == "/api/v1/slow":
             time.sleep(0.5)
             self._answer(200, {"hello": 1})
@@ -65,7 +64,6 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    Handler.event_requests = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -82,13 +80,6 @@ def test_a_list_is_read_page_after_page(client: Client) -> None:
 
 def test_an_id_may_have_any_letters(client: Client) -> None:
     assert client.get("/nodes/a #1?") == {"path": "/api/v1/nodes/a%20%231%3F"}
-
-
-def test_events_resume_after_the_last_one_seen(client: Client) -> None:
-    events = client.events("job-1")
-    assert next(events) == ("job", {"state": "running"})
-    assert next(events) == ("job", {"state": "running"})
-    assert Handler.event_requests == [None, "7"]
 
 
 def test_a_server_may_be_given_more_time(client: Client) -> None:
@@ -117,6 +108,26 @@ def test_a_response_of_another_server_is_reported(client: Client) -> None:
             click.ClickException, match="application/json, not as `paceline server`"
         ):
             client.items(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("jobs show early", "has no 'verdict'. It is another program, or another release"),
+        ("jobs export early -o FILE", "not as `paceline server` does"),  # no header with the sizes
+        ("analyze early", "has no 'slowdown'. It is another program, or another release"),
+        ("actions show a", "has no /api/v1/actions/a. It is another program, or another release"),
+        ("policy", "not as `paceline server` does"),
+    ],
+)
+def test_a_response_of_another_release_is_one_sentence(
+    client: Client, tmp_path: Path, words: str, expected: str
+) -> None:
+    arguments = words.replace("FILE", str(tmp_path / "trace.parquet")).split()
+    result = CliRunner().invoke(main, [*arguments, "--server", client.server])
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    assert expected in result.output
 
 
 @pytest.mark.parametrize(
