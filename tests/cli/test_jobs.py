@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from paceline_cli.commands import jobs
 from paceline_cli.commands.jobs import show_checkpoints, show_efficiency, show_ledger
 from paceline_cli.main import main
+from paceline_cli.trace import JobTrace
 from paceline_server.api.examples import EXAMPLES
 
 JOB: dict[str, Any] = EXAMPLES["Job"]
@@ -57,6 +60,23 @@ def test_an_unknown_mfu_has_its_reason(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.splitlines()[1] == "MFU unknown: the ranks report no GPU"
     show_efficiency(None)
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".yaml"])
+def test_an_export_replaces_files_only_if_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """The metadata has a name that the user did not give."""
+    monkeypatch.setattr(jobs, "fetch_trace", lambda *_: JobTrace(b"new", "new"))
+    export = ["jobs", "export", "job-1", "-o", str(tmp_path / "trace.parquet")]
+    old = tmp_path / f"trace{suffix}"
+    old.write_text("old")
+    refused = CliRunner().invoke(main, export)
+    assert refused.exit_code == 2
+    assert f"{old} exists; name another file" in refused.output
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+    assert CliRunner().invoke(main, [*export, "--force"]).exit_code == 0
+    assert old.read_text() == "new"
 
 
 def test_the_metadata_of_an_export_does_not_replace_its_trace() -> None:

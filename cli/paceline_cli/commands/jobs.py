@@ -16,6 +16,8 @@ from paceline_cli.options import (
     OutputFile,
     ResourceId,
     Seconds,
+    check_new,
+    force_option,
     json_option,
     server_options,
     steps_option,
@@ -351,8 +353,9 @@ def _show_dumps(found: dict[str, Any]) -> None:
     help="Parquet file to write; metadata is written beside it as YAML.",
 )
 @steps_option
+@force_option
 @click.pass_obj
-def export(client: Client, job: str, output: Path, steps: int) -> None:
+def export(client: Client, job: str, output: Path, steps: int, force: bool) -> None:
     """Write the last steps of a job as a trace, for `paceline analyze`.
 
     \b
@@ -365,6 +368,8 @@ def export(client: Client, job: str, output: Path, steps: int) -> None:
             f"{output} is the name of the metadata; expected one such as trace.parquet",
             param_hint="--output",
         )
+    for path in (output, metadata):
+        check_new(path, force=force)
     trace = fetch_trace(client, job, steps)
     try:
         output.write_bytes(trace.parquet)
