@@ -160,8 +160,12 @@ class AgentSettings:
             return self.node_directory / "spool"
         # It exists where systemd or an image has created it for an agent that is not root.
         state = _STATE if _STATE.exists() else _STATE.parent
-        own = _STATE if os.access(state, os.W_OK) else Path.home() / ".local/state/paceline"
-        return own / self.agent_id / "spool"
+        if os.access(state, os.W_OK):
+            return _STATE / self.agent_id / "spool"
+        try:
+            return Path.home() / ".local/state/paceline" / self.agent_id / "spool"
+        except RuntimeError:  # no home directory, as in a container with any user id
+            return self.directory / "spool"
 
     @property
     def server_is_local(self) -> bool:

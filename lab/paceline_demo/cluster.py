@@ -240,14 +240,21 @@ class Cluster:
         if has_driver():
             self.telemetry = "driver"
             return None
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
         try:
-            library = fake_nvml.build(cache)
+            library = self._build_gpu_library()
         except fake_nvml.CompilerMissing:
             self.telemetry = "none"
             return None
         self.telemetry = "emulated"
         return library
+
+    def _build_gpu_library(self) -> Path:
+        """Build the library in the user's cache; without one, in the directory of this run."""
+        try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            return fake_nvml.build(cache / "paceline")
+        except (OSError, RuntimeError):  # the home directory is missing or cannot be written
+            return fake_nvml.build(self.directory)
 
     def _wait(
         self,

@@ -111,6 +111,7 @@ def _power_of_two(ctx: click.Context, parameter: click.Parameter, value: int) ->
 )
 @click.option(
     "--port",
+    type=click.IntRange(0, 65535),
     default=SERVER_PORT,
     show_default=True,
     help="TCP port of the dashboard; another one if it is in use.",

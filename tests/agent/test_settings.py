@@ -50,3 +50,12 @@ def test_the_spool_is_in_the_state_directory_that_was_created_for_the_agent(
     monkeypatch.setenv("HOME", str(directory / "home"))
     assert AgentSettings(server_url="http://127.0.0.1:1", agent_id="a").spool == directory / place
     state.parent.chmod(0o755)
+
+
+def test_the_spool_of_a_user_without_a_home_directory_is_with_the_rings(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "_STATE", Path("/proc/nowhere/paceline"))
+    monkeypatch.setenv("HOME", "~")
+    given = AgentSettings(server_url="http://127.0.0.1:1", agent_id="a")
+    assert given.spool == given.directory / "spool"

@@ -102,6 +102,14 @@ def test_status_output_and_signals_are_those_of_the_command(
             "loads no plug-ins",
         ),
         ({"PACELINE_AGENT_NODE_DIRECTORY": "/proc/nowhere"}, "/proc/nowhere"),
+        (
+            {"PACELINE_STATE_DIRECTORY": "", "XDG_STATE_HOME": "", "HOME": "~"},
+            "has no home directory: name a directory with PACELINE_STATE_DIRECTORY",
+        ),
+        (
+            {"PACELINE_STATE_DIRECTORY": "/proc/nowhere"},
+            "/proc/nowhere: No such file or directory; name another directory with PACELINE_STATE",
+        ),
     ],
 )
 def test_a_command_that_cannot_be_recorded_runs_all_the_same(
@@ -124,6 +132,17 @@ def test_one_of_several_agents_has_to_be_chosen(
         command._prepare({}, "http://127.0.0.1:9", None, chosen=True)
     chosen = {"PACELINE_RING_DIRECTORY": "/other/rings"}
     assert "/other/rings" in command._prepare(chosen, "http://127.0.0.1:9", None, chosen=True)
+
+
+def test_a_user_without_a_home_directory_is_recorded_by_an_agent_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in ("PACELINE_STATE_DIRECTORY", "XDG_STATE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.setattr(command, "rings_of_running_agents", lambda: [Path("/node-1/rings")])
+    shown = command._prepare({}, "http://127.0.0.1:9", None, chosen=True)
+    assert shown.startswith("recorded by the agent of this node, node-1;")
 
 
 def test_nodes_with_one_home_directory_share_neither_commands_nor_spool(

@@ -127,3 +127,11 @@ def test_the_directory_is_named_or_the_users_own() -> None:
     assert state_directory({STATE_DIRECTORY: "/x"}) == Path("/x")
     assert state_directory({"XDG_STATE_HOME": "/s"}) == Path("/s/paceline")
     assert state_directory({}) == Path.home() / ".local/state/paceline"
+
+
+def test_a_user_without_a_home_directory_has_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with any user id."""
+    monkeypatch.setenv("HOME", "~")
+    with pytest.raises(OSError, match="no home directory: name a directory with PACELINE_STATE"):
+        state_directory({})
+    assert find_token("http://127.0.0.1:9", "operator", {}) is None

@@ -31,11 +31,20 @@ class TokenFileError(Exception):
 
 
 def state_directory(environment: Mapping[str, str]) -> Path:
-    """Return the user's directory of Paceline's own files."""
+    """Return the user's directory of Paceline's own files.
+
+    Raises OSError if the user has no home directory, as in a container with any user id.
+    """
     if given := environment.get(STATE_DIRECTORY):
         return Path(given)
-    state = environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "paceline"
+    if state := environment.get("XDG_STATE_HOME"):
+        return Path(state) / "paceline"
+    try:
+        return Path.home() / ".local" / "state" / "paceline"
+    except RuntimeError as error:
+        raise OSError(
+            f"user {os.geteuid()} has no home directory: name a directory with {STATE_DIRECTORY}"
+        ) from error
 
 
 def token_path(directory: Path, scope: LocalScope) -> Path:
@@ -53,7 +62,10 @@ def read_token(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise TokenFileError(f"the token file {path} cannot be read: {error.strerror}") from error
+        raise TokenFileError(
+            f"the token file {path} cannot be read: {error.strerror}; name another directory with "
+            f"{STATE_DIRECTORY}"
+        ) from error
     with open(descriptor, encoding="utf-8", errors="replace") as file:
         status = os.fstat(descriptor)
         is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
@@ -78,7 +90,11 @@ def find_token(server_url: str, scope: LocalScope, environment: Mapping[str, str
     host, port = parts.hostname or "", parts.port or {"https": 443}.get(parts.scheme, 80)
     if not is_loopback(host):
         return None
-    token = read_token(token_path(state_directory(environment), scope))
+    try:
+        directory = state_directory(environment)
+    except OSError:
+        return None
+    token = read_token(token_path(directory, scope))
     if token is None:
         return None
     listeners = _listeners(host, port)  # the kernel takes milliseconds for its table of sockets

@@ -18,7 +18,7 @@ from paceline_cli import companions
 from paceline_cli.client import without_proxy
 from paceline_cli.options import server_options
 from paceline_wire.address import SERVER_PORT, is_http_address
-from paceline_wire.local_token import state_directory
+from paceline_wire.local_token import STATE_DIRECTORY, state_directory
 from paceline_wire.node_directory import (
     MEMORY,
     PREFIX,
@@ -88,18 +88,35 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
             raise NotRecordedError(f"{RING_DIRECTORY} is empty, which turns the hooks off")
         return f"recorded by the agent with the rings {given}"
     # One for each node, because nodes often share the home directory. SQLite cannot be shared.
-    logs = state_directory(os.environ) / "watch" / gethostname()
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        logs = state_directory(os.environ) / "watch" / gethostname()
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if found := _found(environment, server, chosen):
+            return found
+        if error.filename is None:  # no home directory
+            raise NotRecordedError(str(error)) from error
+        raise NotRecordedError(
+            f"{error.filename}: {error.strerror}; name another directory with {STATE_DIRECTORY}"
+        ) from error
     with companions.locked(logs):  # srun starts several tasks of one node at the same time
         companions.register(logs, os.getpid())
-        if found := _running_agents(environment):
-            if len(found) > 1:
-                raise NotRecordedError(_which(found))
-            if NODE_DIRECTORY in environment:
-                environment[RING_DIRECTORY] = str(found[0])
-            where = f"; dashboard: {server}" if chosen or _responds(server) else ""
-            return f"recorded by the agent of this node, {found[0].parent.name}{where}"
-        return _start(environment, server, token, chosen, logs)
+        return _found(environment, server, chosen) or _start(
+            environment, server, token, chosen, logs
+        )
+
+
+def _found(environment: dict[str, str], server: str, chosen: bool) -> str | None:
+    """Return where the job is shown if an agent runs on this node, else None."""
+    found = _running_agents(environment)
+    if not found:
+        return None
+    if len(found) > 1:
+        raise NotRecordedError(_which(found))
+    if NODE_DIRECTORY in environment:
+        environment[RING_DIRECTORY] = str(found[0])
+    where = f"; dashboard: {server}" if chosen or _responds(server) else ""
+    return f"recorded by the agent of this node, {found[0].parent.name}{where}"
 
 
 def _which(rings: list[Path]) -> str:
