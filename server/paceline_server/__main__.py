@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NoReturn, get_args
 
@@ -34,11 +35,21 @@ if find_spec("fastapi") is None:  # imported only by the commands that need it; 
     raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
 
 _severity = click.Choice(SEVERITIES)
-_database = click.option(
+_database_option = partial(
+    click.option,
     "--database-url",
     metavar="URL",
     help="sqlite:///PATH or postgresql://USER@HOST/NAME.  [default: sqlite:///paceline.db]",
 )
+
+
+def _use_database(context: click.Context, _: click.Parameter, url: str | None) -> None:
+    if url is not None:
+        context.obj = _settings({"database_url": url})
+
+
+# May stand before the subcommand or after it.
+_other_database = _database_option(expose_value=False, callback=_use_database)
 
 
 @click.group()
@@ -53,7 +64,7 @@ _ROLES = (
 
 
 @main.group(invoke_without_command=True)
-@_database
+@_database_option()
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8470]")
 @click.option("--tls-cert", metavar="FILE", help="Certificate (chain) to serve HTTPS with.")
@@ -66,6 +77,7 @@ _ROLES = (
 @click.option(
     "--allowed-host",
     "allowed_hosts",
+    envvar="PACELINE_SERVER_ALLOWED_HOST",
     multiple=True,
     metavar="NAME",
     help="Additional host name of this server; '*': any.",
@@ -139,13 +151,22 @@ def server(context: click.Context, /, **options: Any) -> None:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     try:
-        given = {name: value for name, value in options.items() if value not in (None, ())}
         return Settings(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        _fail(f"{where}: {first['msg']}.".replace("Value error, ", "").removeprefix(": "))
+        where = "".join(f"{_name(str(field), given)}: " for field in first["loc"][:1])
+        _fail(f"{where}{first['msg']}.".replace("Value error, ", ""))
+    except OSError as error:  # no home directory
+        _fail(f"{error}.")
+
+
+def _name(field: str, given: dict[str, Any]) -> str:
+    """Return where the user has set this field: the option, else the environment variable."""
+    if field in given:
+        return next(option.opts[0] for option in server.params if option.name == field)
+    return f"{Settings.model_config['env_prefix']}{field.upper()}"
 
 
 def _fail(sentence: str) -> NoReturn:
@@ -154,6 +175,7 @@ def _fail(sentence: str) -> NoReturn:
 
 
 @server.command()
+@_other_database
 @click.pass_obj
 def migrate(settings: Settings) -> None:
     """Upgrade the database schema to this version. The server also does this at startup."""
@@ -181,6 +203,7 @@ def token() -> None:
     show_default=True,
     help="With --scope agent: how many nodes it may enroll; 0: any number.",
 )
+@_other_database
 @click.pass_obj
 def create(settings: Settings, name: str, scope: Any, nodes: int) -> None:
     """Create a token and print it. It cannot be shown again: only its hash is stored."""
@@ -195,6 +218,7 @@ def create(settings: Settings, name: str, scope: Any, nodes: int) -> None:
 
 @token.command()
 @click.option("--name", required=True)
+@_other_database
 @click.pass_obj
 def revoke(settings: Settings, name: str) -> None:
     """Revoke a token; it takes effect within a second.
@@ -214,6 +238,7 @@ def node_key() -> None:
 
 @node_key.command()
 @click.argument("agent_id")
+@_other_database
 @click.pass_obj
 def release(settings: Settings, agent_id: str) -> None:
     """Forget the key of an agent, so that the next node with this id binds it to its own key.

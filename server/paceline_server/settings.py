@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
@@ -106,6 +106,9 @@ class Settings(BaseSettings):
         604_800.0, gt=0, description="Age limit of done commands."
     )
 
+    allow_local_receivers: bool = Field(
+        False, description="Allow receivers of alerts at loopback and link-local addresses."
+    )
     webhook_url: Address | None = Field(None, description="URL that receives incidents.")
     action_webhook_url: Address | None = Field(None, description="URL that receives actions.")
     chat_webhook_url: Address | None = Field(None, description="Webhook of a chat channel.")
@@ -114,23 +117,20 @@ class Settings(BaseSettings):
     chat_severity: Severity = Field("warning", description=_MINIMUM)
     alertmanager_severity: Severity = Field("warning", description=_MINIMUM)
     alert_repeat_seconds: float = Field(60.0, gt=0, description="Interval of repeated alerts.")
-    allow_local_receivers: bool = Field(
-        False, description="Allow receivers of alerts at loopback and link-local addresses."
-    )
     external_url: Address | None = Field(None, description="URL of this server for users.")
 
     static_directory: Path | None = Field(None, description="Replaces the built-in dashboard.")
 
-    @model_validator(mode="after")
-    def _no_local_receivers(self) -> Settings:
-        for name in ("webhook_url", "action_webhook_url", "chat_webhook_url", "alertmanager_url"):
-            host = urlsplit(getattr(self, name) or "").hostname or ""
-            if is_local(host) and not self.allow_local_receivers:
-                raise ValueError(
-                    f"{name}: expected no loopback or link-local address, got {host}; allow that"
-                    " with --allow-local-receivers"
-                )
-        return self
+    @field_validator("webhook_url", "action_webhook_url", "chat_webhook_url", "alertmanager_url")
+    @classmethod
+    def _no_local_receiver(cls, url: str | None, info: ValidationInfo) -> str | None:
+        host = urlsplit(url or "").hostname or ""
+        if is_local(host) and not info.data.get("allow_local_receivers"):
+            raise ValueError(
+                f"expected no loopback or link-local address, got {host}; allow that with"
+                " --allow-local-receivers"
+            )
+        return url
 
     @model_validator(mode="after")
     def _usable_certificates(self) -> Settings:
@@ -145,7 +145,7 @@ class Settings(BaseSettings):
         """
         if self.tls_cert is None:
             if self.tls_key is not None or self.tls_client_ca is not None:
-                raise ValueError("tls_key and tls_client_ca need tls_cert")
+                raise ValueError("--tls-key and --tls-client-ca need --tls-cert")
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
@@ -166,8 +166,8 @@ class Settings(BaseSettings):
     @field_validator("allowed_hosts", mode="before")
     @classmethod
     def _split(cls, names: str | tuple[str, ...]) -> tuple[str, ...]:
-        words = names.split(",") if isinstance(names, str) else names
-        return tuple(word.strip() for word in words if word.strip())
+        text = names if isinstance(names, str) else ",".join(names)
+        return tuple(word.strip() for word in text.split(",") if word.strip())
 
     @field_validator("port", mode="before")
     @classmethod

@@ -107,11 +107,12 @@ def test_port_in_use_is_reported_in_one_sentence(run_process: Callable[..., Any]
         (("--database-url", "mysql://x"), "expected sqlite:///PATH or postgresql://"),
         (("--database-url", "postgresql://me@host:port/x"), "got postgresql:..."),
         (("--database-url", "sqlite:///:memory:"), "expected sqlite:///PATH"),
-        (("--port", "70000"), "port: Input should be less than or equal to 65535"),
+        (("--port", "70000"), "--port: Input should be less than or equal to 65535"),
         (("--webhook-url", "hooks.example/x/y"), "or https://HOST/..., got hooks.example..."),
         (("--alertmanager-url", "ftp://alerts"), "got ftp:..."),
         (("--action-webhook-url", "http://a..b/secret"), "got http:..."),
         (("--alertmanager-url", "http://localhost:9093"), "--allow-local-receivers"),
+        (("--webhook-url", "http://[::1]/x"), "--webhook-url: expected no loopback or link-local"),
         (("--chat-webhook-url", "http://169.254.169.254/x"), "got 169.254.169.254; allow that"),
         (("--external-url", "http://host:port"), "got http:..."),
     ],
@@ -122,6 +123,53 @@ def test_invalid_settings_are_reported_in_one_sentence(
     result = run("server", *arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("TICK_SECONDS", "fast", "Input should be a valid number"),
+        ("CHAT_WEBHOOK_URL", "hooks.example/x", "expected http://HOST/... or https://HOST/..."),
+        ("ACTION_WEBHOOK_URL", "http://127.0.0.1/x", "expected no loopback or link-local address"),
+    ],
+)
+def test_invalid_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(f"PACELINE_SERVER_{name}", value)
+    result = run("server", "migrate")
+    assert result.exit_code == 2
+    assert result.output.startswith(f"paceline server: PACELINE_SERVER_{name}: {message}")
+
+
+def test_variable_of_a_repeated_option_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Settings] = []
+    monkeypatch.setattr("paceline_server.app.serve", found.append)
+    for name in ("HOST", "HOSTS"):
+        monkeypatch.setenv(f"PACELINE_SERVER_ALLOWED_{name}", "a.example, b.example")
+        assert run("server").exit_code == 0
+        monkeypatch.delenv(f"PACELINE_SERVER_ALLOWED_{name}")
+    assert [each.allowed_hosts for each in found] == [("a.example", "b.example")] * 2
+
+
+def test_database_may_be_named_after_the_subcommand(tmp_path: Path) -> None:
+    before, after = ("--database-url", f"sqlite:///{tmp_path}/one.db"), ("--name", "me")
+    assert run("server", *before, "token", "create", *after, "--scope", "viewer").exit_code == 0
+    for words in (("token", "revoke", *after), ("migrate",)):
+        assert run("server", *words, *before).exit_code == 0
+    wrong = run("server", "node-key", "release", "node-1", "--database-url", "mysql://x")
+    assert wrong.output.startswith("paceline server: --database-url: expected sqlite:///PATH")
+    assert [path.name for path in tmp_path.glob("*.db")] == ["one.db"]
+
+
+def test_user_without_a_home_directory_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with any user id."""
+    monkeypatch.delenv("PACELINE_STATE_DIRECTORY", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "~")
+    result = run("server", "migrate")
+    assert result.exit_code == 2
+    assert "has no home directory: name a directory with PACELINE_STATE_DIRECTORY" in result.output
 
 
 def test_file_that_is_not_a_database_is_reported_in_one_sentence(database_url: str) -> None:

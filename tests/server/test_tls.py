@@ -165,7 +165,7 @@ def test_an_agent_sends_over_tls_and_shows_its_certificate_if_asked(
     ("options", "message"),
     [
         (["--tls-cert", "/nonexistent.pem"], "cannot use the certificate /nonexistent.pem"),
-        (["--tls-key", "/nonexistent.key"], "tls_key and tls_client_ca need tls_cert"),
+        (["--tls-key", "/nonexistent.key"], "--tls-key and --tls-client-ca need --tls-cert"),
         (["--tls-cert", "CERT", "--tls-key", "OTHER"], "key values mismatch"),
         (["--tls-cert", "BOTH", "--tls-client-ca", "/none"], "cannot use /none"),
     ],
