@@ -50,17 +50,26 @@ def _read_file(context: click.Context, _: click.Parameter, path: Path | None) ->
         if unknown := [name for name in values if name.replace("-", "_") not in names]:
             raise click.BadParameter(f"{path} contains unknown options: {', '.join(unknown)}")
         context.default_map = {
-            names[name.replace("-", "_")]: value for name, value in values.items()
+            (param := names[name.replace("-", "_")]).name: _given(path, name, value, param)
+            for name, value in values.items()
         }
     return path
 
 
-def _names(command: click.Command) -> dict[str, str]:
-    """Return parameter names by the names allowed in a file, such as `server` or `server_url`."""
-    names = {param.name: param.name for param in command.params if param.name}
+def _given(path: Path, name: str, value: Any, param: click.Parameter) -> Any:
+    """Return a value of the file as click takes it: a list for an option that may be repeated."""
+    items = value if param.multiple and isinstance(value, list) else [value]
+    if not all(isinstance(item, str | int | float) for item in items):
+        raise click.BadParameter(f"{path}: {name}: expected text or a number, got {value!r}")
+    return items if param.multiple else value
+
+
+def _names(command: click.Command) -> dict[str, click.Parameter]:
+    """Return parameters by the names allowed in a file, such as `server` or `server_url`."""
+    names = {param.name: param for param in command.params if param.name}
     for param in command.params:
         for option in param.opts:
-            names.setdefault(option.lstrip("-").replace("-", "_"), param.name or "")
+            names.setdefault(option.lstrip("-").replace("-", "_"), param)
     return names
 
 
@@ -81,7 +90,7 @@ def _names(command: click.Command) -> dict[str, str]:
 @click.option(
     "--server",
     "server_url",
-    envvar=["PACELINE_AGENT_SERVER_URL", "PACELINE_SERVER"],
+    envvar=["PACELINE_AGENT_SERVER_URL", "PACELINE_AGENT_SERVER", "PACELINE_SERVER"],
     default=DEFAULT_SERVER_URL,
     help="URL of the server.",
 )
@@ -163,6 +172,7 @@ def _names(command: click.Command) -> dict[str, str]:
 @click.option(
     "--exclude-rdma",
     "excluded_rdma",
+    envvar="PACELINE_AGENT_EXCLUDE_RDMA",
     multiple=True,
     metavar="NAME",
     help="RDMA device or port that is never opened: mlx5_1, mlx5_1/1, mlx5_bond_*.",
@@ -210,6 +220,7 @@ def _names(command: click.Command) -> dict[str, str]:
 @click.option(
     "--label",
     "labels",
+    envvar="PACELINE_AGENT_LABEL",
     multiple=True,
     metavar="NAME=VALUE",
     help="Label of this node in the server.",

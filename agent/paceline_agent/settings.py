@@ -81,7 +81,7 @@ class AgentSettings:
         parts = urlsplit(self.server_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingsError(
-                f"the server URL must look like http://HOST:PORT, got {self.server_url!r}"
+                f"--server must look like http://HOST:PORT, got {self.server_url!r}"
             )
         if parts.scheme == "http" and not self.server_is_local and not self.allow_plain_http:
             raise SettingsError(
@@ -93,33 +93,33 @@ class AgentSettings:
         self.tls_context()
         if not 0 < len(self.agent_id) <= 128 or "/" in self.agent_id:
             raise SettingsError(
-                f"the agent id must have 1 to 128 characters and no '/', got {self.agent_id!r}"
+                f"--agent-id must have 1 to 128 characters and no '/', got {self.agent_id!r}"
             )
         if self.slots is not None and self.slots < 0:
-            raise SettingsError(f"slots must be at least 0, got {self.slots}")
+            raise SettingsError(f"--slots must be at least 0, got {self.slots}")
         if self.hostname_label not in HOSTNAME_LABELS:
             raise SettingsError(
-                f"the hostname label must be one of {', '.join(HOSTNAME_LABELS)}, "
+                f"--hostname-label must be one of {', '.join(HOSTNAME_LABELS)}, "
                 f"got {self.hostname_label!r}"
             )
         if not 0 < self.flush_seconds < math.inf:
             raise SettingsError(
-                f"the flush interval must be positive and finite, got {self.flush_seconds}"
+                f"--flush-seconds must be positive and finite, got {self.flush_seconds}"
             )
         for name, seconds in (
-            ("lease", self.lease_seconds),
-            ("grace", self.orphan_grace_seconds),
-            ("time for a checkpoint", self.checkpoint_seconds),
+            ("--lease-seconds", self.lease_seconds),
+            ("--orphan-grace-seconds", self.orphan_grace_seconds),
+            ("--checkpoint-seconds", self.checkpoint_seconds),
         ):
             if not 0 <= seconds < math.inf:
-                raise SettingsError(f"the {name} must be at least 0 and finite, got {seconds}")
+                raise SettingsError(f"{name} must be at least 0 and finite, got {seconds}")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= _HIGHEST_PORT:
             raise SettingsError(
-                f"the metrics port must be in 0..{_HIGHEST_PORT}, got {self.metrics_port}"
+                f"--metrics-port must be in 0..{_HIGHEST_PORT}, got {self.metrics_port}"
             )
         if self.spool_bytes < 1 << 16:
             raise SettingsError(
-                f"the spool must have at least 64 KiB, got {self.spool_bytes} bytes"
+                f"--spool-bytes must be at least 64 KiB, got {self.spool_bytes} bytes"
             )
 
     def tls_context(self) -> ssl.SSLContext | None:

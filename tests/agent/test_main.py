@@ -56,10 +56,28 @@ def test_a_settings_file_uses_the_names_of_the_options(
     settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     file = tmp_path / "agent.toml"
-    file.write_text('server = "https://a:1"\nspool-bytes = 1000000\nlabel = ["rack=7"]\n')
+    lines = ('server = "https://a:1"', "spool-bytes = 1000000", 'label = ["rack=7"]')
+    file.write_text("\n".join((*lines, 'exclude-rdma = "mlx5_1"')))
     given = settings("--config", str(file))
     assert (given.server_url, given.spool_bytes) == ("https://a:1", 1_000_000)
     assert given.labels == {"rack": "7"}
+    assert given.excluded_rdma == ("mlx5_1",)
+
+
+def test_a_variable_has_the_name_of_the_option_or_of_the_setting(
+    settings: Callable[..., AgentSettings],
+) -> None:
+    for server, label, excluded in (
+        ("SERVER", "LABEL", "EXCLUDE_RDMA"),
+        ("SERVER_URL", "LABELS", "EXCLUDED_RDMA"),
+    ):
+        names = (server, label, excluded)
+        values = ("https://a:1", "rack=7 row=2", "mlx5_1 mlx5_2")
+        pairs = zip(names, values, strict=True)
+        given = settings(**{f"PACELINE_AGENT_{name}": value for name, value in pairs})
+        assert given.server_url == "https://a:1"
+        assert given.labels == {"rack": "7", "row": "2"}
+        assert given.excluded_rdma == ("mlx5_1", "mlx5_2")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +85,8 @@ def test_a_settings_file_uses_the_names_of_the_options(
     [
         (b"flush_secnds = 1\n", "contains unknown options: flush_secnds"),
         (b"[agent]\nslots = 1\n", "contains unknown options: agent"),
+        (b"slots = [1]\n", "slots: expected text or a number, got [1]"),
+        (b"[label]\nrack = 7\n", "label: expected text or a number, got {'rack': 7}"),
         (b"\xff\xfe", "cannot be read"),
     ],
 )
@@ -95,9 +115,9 @@ def test_every_setting_can_be_given(settings: Callable[..., AgentSettings]) -> N
         (["--slots", "-1"], "slots must be at least 0"),
         (["--flush-seconds", "0"], "must be positive"),
         (["--flush-seconds", "nan"], "must be positive"),
-        (["--lease-seconds", "inf"], "the lease must be at least 0 and finite"),
-        (["--orphan-grace-seconds", "-1"], "the grace must be at least 0"),
-        (["--metrics-port", "99999"], "the metrics port must be in 0..65535"),
+        (["--lease-seconds", "inf"], "--lease-seconds must be at least 0 and finite"),
+        (["--orphan-grace-seconds", "-1"], "--orphan-grace-seconds must be at least 0"),
+        (["--metrics-port", "99999"], "--metrics-port must be in 0..65535"),
         (["--label", "rack"], "must look like NAME=VALUE"),
         (["--spool-bytes", "10"], "at least 64 KiB"),
         (["--agent-id", "a/b"], "no '/'"),
