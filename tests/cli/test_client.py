@@ -40,6 +40,12 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {"items": []} if url.path.endswith("ranks") else {"id": "early"})
         elif url.path.startswith("/api/v1/actions"):
             self._answer(404, {"title": "Not Found", "detail": "Not Found"})
+        elif url.path == "/api/v1/jobs/half/ranks":
+            states = ("exited", "running")
+            ranks = [{"rank": rank, "state": state} for rank, state in enumerate(states)]
+            self._answer(200, {"items": ranks})
+        elif url.path == "/api/v1/jobs/half/ranks/1/stacks":
+            self._answer(200, {"rank": 1, "state": "failed", "error": "no py-spy", "stacks": None})
         elif url.path == "/api/v1/slow":
             time.sleep(0.5)
             self._answer(200, {"hello": 1})
@@ -47,6 +53,13 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, b"<html>hello</html>", "text/html")
         else:
             self._send(500, b"<html>boom</html>", "text/html")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/api/v1/jobs/half/ranks/1/stacks":
+            self._answer(202, {"state": "asked"})
+        else:
+            self._answer(409, {"detail": "there is no process to read"})
 
     def _answer(self, status: int, body: Any) -> None:
         self._send(status, json.dumps(body).encode(), "application/json")
@@ -128,6 +141,14 @@ def test_a_response_of_another_release_is_one_sentence(
     assert isinstance(result.exception, SystemExit)
     assert result.exit_code == 1
     assert expected in result.output
+
+
+def test_stacks_are_those_of_the_ranks_that_run(client: Client) -> None:
+    stacks = ["jobs", "stacks", "--server", client.server]
+    assert CliRunner().invoke(main, [*stacks, "half"]).output == "Rank 1: no py-spy\n"
+    none = CliRunner().invoke(main, [*stacks, "early"])
+    assert none.exit_code == 1
+    assert "no rank of early runs" in none.output
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def stop(client: Client, job: str, as_json: bool) -> None:
     "ranks",
     type=int,
     multiple=True,
-    help="Only this rank; may be repeated. [default: all]",
+    help="Only this rank; may be repeated. [default: all that run]",
 )
 @timeout_option
 @json_option
@@ -281,7 +281,7 @@ def stacks(client: Client, job: str, ranks: tuple[int, ...], timeout: float, as_
     \b
     paceline jobs stacks JOB --rank 3 --rank 7
     """
-    chosen = ranks or tuple(rank["rank"] for rank in client.items(f"/jobs/{job}/ranks"))
+    chosen = ranks or _running(client, job)
     for rank in chosen:
         client.post(f"/jobs/{job}/ranks/{rank}/stacks")
     deadline = time.monotonic() + timeout
@@ -295,6 +295,15 @@ def stacks(client: Client, job: str, ranks: tuple[int, ...], timeout: float, as_
         else:
             why = answer["error"] or f"no answer within {timeout:g} s"
             render.show_line(f"Rank {answer['rank']}: {why}")
+
+
+def _running(client: Client, job: str) -> tuple[int, ...]:
+    """Return the ranks that run: the server has no process to read for the others."""
+    found = client.items(f"/jobs/{job}/ranks")
+    running = tuple(rank["rank"] for rank in found if rank["state"] != "exited")
+    if not running:
+        raise click.ClickException(f"no rank of {job} runs: there is no process to read")
+    return running
 
 
 def _await_stacks(client: Client, path: str, deadline: float) -> Any:
