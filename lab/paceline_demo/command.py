@@ -89,6 +89,7 @@ def _power_of_two(ctx: click.Context, parameter: click.Parameter, value: int) ->
 )
 @click.option(
     "--seed",
+    type=click.IntRange(0),
     default=0,
     show_default=True,
     help="Selects the targets of faults given without a number.",

@@ -58,6 +58,7 @@ def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, .
 )
 @click.option(
     "--seed",
+    type=click.IntRange(0),
     default=0,
     show_default=True,
     help="Seed of the random choices; the same seed repeats the synthetic trials.",

@@ -104,6 +104,7 @@ def test_the_thin_client_loads_no_server_or_agent() -> None:
         (("--dp", "8", "--pp", "8"), "the demo runs at most 32"),
         (("--faults", "crash:8"), "RANK must be a number from 0 to 7"),
         (("--port", "70000"), "70000 is not in the range"),
+        (("--seed", "-1"), "-1 is not in the range"),
     ],
 )
 def test_the_demo_refuses_what_it_cannot_do_before_it_starts(

@@ -91,6 +91,7 @@ def test_json_has_the_documented_keys(tmp_path: Path):
         (["--kinds", ","], "expected at least one name"),
         (["--arms", "imaginary"], "unknown name 'imaginary'; expected synthetic, real, foreign"),
         (["--trials", "0"], "0 is not in the range"),
+        (["--seed", "-1"], "-1 is not in the range"),
         (["--output", "/nowhere/found.json"], "there is no folder /nowhere"),
         (["--arms", "real", "--kinds", "late_link"], "the real arm does not support these"),
         (["--arms", "foreign", "--kinds", "late_link"], "the foreign arm does not support these"),
