@@ -29,12 +29,6 @@ class OutputFile(click.Path):
         return path
 
 
-def check_new(path: Path, *, force: bool) -> None:
-    """Raise click.UsageError if a file with content would be replaced without --force."""
-    if not force and path.is_file() and path.stat().st_size:
-        raise click.UsageError(f"{path} exists; name another file, or replace it with --force")
-
-
 class ResourceId(click.types.StringParamType):
     """The id of a job, incident, action or node, which is one part of an address."""
 
@@ -75,11 +69,6 @@ def server_options(command: Decorated) -> Decorated:
         show_default=True,
         help="Address of the server.  [env: PACELINE_SERVER]",
     )(command)
-
-
-def force_option(command: Decorated) -> Decorated:
-    """Add --force; the command receives `force`."""
-    return click.option("--force", is_flag=True, help="Replace files that exist.")(command)
 
 
 def json_option(command: Decorated) -> Decorated:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import click
 from pydantic import TypeAdapter
 
-from paceline_cli.options import OutputFile, check_new, force_option
+from paceline_cli.options import OutputFile
 from paceline_cli.termination import interrupted_once
 from paceline_evaluation import report
 from paceline_evaluation.campaign import Campaign
@@ -104,7 +104,6 @@ def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, .
     metavar="FILE",
     help="Add to the trials in this file, which an interrupted run with the same options wrote.",
 )
-@force_option
 @click.option("--misses", is_flag=True, help="Print each miss and false alarm to stderr.")
 def evaluate(
     arms: str,
@@ -118,7 +117,6 @@ def evaluate(
     as_markdown: bool,
     output: Path | None,
     continued: Path | None,
-    force: bool,
     misses: bool,
 ) -> None:
     """Measure how well faults are detected, located and explained.
@@ -130,8 +128,6 @@ def evaluate(
 
     The repair arm measures what becomes of trainings when something fails; see docs/reliability.md.
     """
-    if output is not None and (continued is None or output.resolve() != continued.resolve()):
-        check_new(output, force=force)
     chosen_arms = _parse_names(ARMS, "--arms", arms)
     chosen = _parse_names(_ALL_KINDS, "--kinds", kinds)
     supported = {

@@ -62,21 +62,21 @@ def test_an_unknown_mfu_has_its_reason(capsys: pytest.CaptureFixture[str]) -> No
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".yaml"])
-def test_an_export_replaces_files_only_if_that_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+def test_an_export_replaces_no_file_whose_name_was_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The metadata has a name that the user did not give."""
     monkeypatch.setattr(jobs, "fetch_trace", lambda *_: JobTrace(b"new", "new"))
     export = ["jobs", "export", "job-1", "-o", str(tmp_path / "trace.parquet")]
-    old = tmp_path / f"trace{suffix}"
-    old.write_text("old")
+    other = tmp_path / "trace.yaml"
+    other.write_text("other")
     refused = CliRunner().invoke(main, export)
     assert refused.exit_code == 2
-    assert f"{old} exists; name another file" in refused.output
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
-    assert CliRunner().invoke(main, [*export, "--force"]).exit_code == 0
-    assert old.read_text() == "new"
+    assert f"{other} exists" in refused.output
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["other"]
+    other.unlink()
+    for _ in range(2):
+        assert CliRunner().invoke(main, export).exit_code == 0
+        assert {path.read_text() for path in tmp_path.iterdir()} == {"new"}
 
 
 def test_the_metadata_of_an_export_does_not_replace_its_trace() -> None:

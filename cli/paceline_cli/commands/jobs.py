@@ -16,8 +16,6 @@ from paceline_cli.options import (
     OutputFile,
     ResourceId,
     Seconds,
-    check_new,
-    force_option,
     json_option,
     server_options,
     steps_option,
@@ -362,9 +360,8 @@ def _show_dumps(found: dict[str, Any]) -> None:
     help="Parquet file to write; metadata is written beside it as YAML.",
 )
 @steps_option
-@force_option
 @click.pass_obj
-def export(client: Client, job: str, output: Path, steps: int, force: bool) -> None:
+def export(client: Client, job: str, output: Path, steps: int) -> None:
     """Write the last steps of a job as a trace, for `paceline analyze`.
 
     \b
@@ -377,8 +374,10 @@ def export(client: Client, job: str, output: Path, steps: int, force: bool) -> N
             f"{output} is the name of the metadata; expected one such as trace.parquet",
             param_hint="--output",
         )
-    for path in (output, metadata):
-        check_new(path, force=force)
+    if metadata.exists() and not output.exists():  # it is not of an earlier export
+        raise click.UsageError(
+            f"{metadata} exists, and would be replaced by the metadata of the trace"
+        )
     trace = fetch_trace(client, job, steps)
     try:
         output.write_bytes(trace.parquet)

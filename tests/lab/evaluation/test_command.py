@@ -97,7 +97,6 @@ def test_json_has_the_documented_keys(tmp_path: Path):
         (["--arms", "foreign", "--kinds", "late_link"], "the foreign arm does not support these"),
         (["--continue", "/nowhere/found.json"], "'/nowhere/found.json' does not exist"),
         (["--continue", __file__], "expected the JSON that --output wrote"),
-        (["--output", __file__], "exists; name another file, or replace it with --force"),
     ],
 )
 def test_an_invalid_option_is_refused_in_one_sentence(arguments: list[str], message: str):
