@@ -23,7 +23,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers with a status and a body each, in order; no status closes the connection."""
 
     answers: list[tuple[int | None, Any]]
-    keys: list[str | None]  # of the requests that create the job
+    keys: list[str | None]  # one per request for a new job
 
     def do_GET(self) -> None:
         status, body = self.answers.pop(0) if self.answers else (404, {"detail": "No answer left."})

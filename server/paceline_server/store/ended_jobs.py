@@ -46,7 +46,7 @@ def drop_details(session: Session, ended_before_ns: int, most: int) -> bool:
     if count == most:
         for table in (StepRow, StepSharesRow):
             session.execute(delete(table).where(table.job_id == job_id, table.step <= until))
-    else:
-        for table in _DETAILS:
-            session.execute(delete(table).where(table.job_id == job_id))
+        return True
+    for detail in _DETAILS:
+        session.execute(delete(detail).where(detail.job_id == job_id))
     return True
