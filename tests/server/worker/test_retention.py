@@ -1,4 +1,4 @@
-"""What is too old is deleted by any running server: alerts, commands, the steps of ended jobs."""
+"""Old alerts and commands, and the steps of ended jobs, are deleted by any running server."""
 
 from __future__ import annotations
 
