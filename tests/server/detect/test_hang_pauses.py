@@ -26,16 +26,17 @@ def wait(stuck: StuckJob, seconds: float, cpu_share: float) -> list[Finding]:
     return found
 
 
-def read_stack(stuck: StuckJob, rank: int) -> RankStackTraces:
+def read_stack(stuck: StuckJob, rank: int, gil_holder: str = "MainThread") -> RankStackTraces:
     frames = [StackFrame(function="score", file="train.py", line=7)]
-    thread = ThreadStack(name="MainThread", frames=frames, holds_gil=True, is_running=True)
+    names = dict.fromkeys(("MainThread", gil_holder))
+    threads = [ThreadStack(name, frames, name == gil_holder, is_running=True) for name in names]
     return RankStackTraces(
         time_ns=stuck.job.now_ns,
         job="job-simulated",
         generation=0,
         rank=rank,
         pid=9,
-        threads=[thread],
+        threads=threads,
     )
 
 
@@ -68,6 +69,18 @@ def test_a_rank_that_uses_a_cpu_is_hung_only_after_two_minutes(working: StuckJob
         "operations, train.py:7 score)."
     )
     assert found.evidence[0].text.startswith("no rank has made progress for 120")
+
+
+def test_a_thread_that_keeps_the_gil_for_a_while_is_named(working: StuckJob) -> None:
+    wait(working, 3, 0.9)
+    stack = read_stack(working, CULPRIT, gil_holder="tokenizer")
+    working.job.engine.feed(working.job.batch("node-1", events=[stack]), working.job.now_ns)
+    [found] = wait(working, 1, 0.9)
+    assert (found.severity, found.summary) == (
+        "info",
+        "Rank 2 (node-1) keeps the job waiting: its thread tokenizer holds the GIL (train.py:7 "
+        "score). After 120 s it counts as hung.",
+    )
 
 
 def test_a_rank_that_sleeps_in_the_scripts_own_code_is_hung_after_a_minute(

@@ -69,10 +69,12 @@ def pause_summary(
         limit_seconds: From the last operation until the ranks count as hung.
         is_rank: The subject is one rank.
     """
-    details = [cause.partition(": ")[2] or cause.removeprefix("stuck in ")]
-    details += [] if frame is None else [str(frame)]
     what = "keeps the job waiting" if is_rank else "pauses on all ranks"
     limit = f"After {limit_seconds:.0f} s it counts as hung."
+    if cause.startswith(GIL_HELD):
+        return f"{subject} {what}: {_clause(cause, frame, is_rank=is_rank)}. {limit}"
+    details = [cause.partition(": ")[2] or cause.removeprefix("stuck in ")]
+    details += [] if frame is None else [str(frame)]
     return f"{subject} {what} ({', '.join(details)}), as in an evaluation. {limit}"
 
 
