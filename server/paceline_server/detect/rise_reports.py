@@ -165,9 +165,9 @@ class RiseReports(ABC, Generic[Reported]):
         is_due = step - (before.step or step) >= STEPS_BETWEEN_UPDATES
         if is_due:
             self.measure_again(reported)
+            slowdown = self.slowdown(reported)
         elif before.cause != UNKNOWN or step == before.step:
             return []
-        slowdown = self.slowdown(reported)  # as it is measured now
         diagnosis = self.diagnose(reported, slowdown, observation)
         size_is_alike = self.is_alike(reported, slowdown)
         if is_new_verdict(
