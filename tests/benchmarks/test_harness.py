@@ -12,11 +12,8 @@ import pytest
 
 from benchmarks.harness import Result
 from benchmarks.harness.recorded import check_recorded
-from paceline.recorder import Recorder
-from paceline_wire import ring
-from paceline_wire.ring import Identity
 from paceline_wire.spans import NONE_32, Op
-from paceline_wire.topology import Coordinates, Topology
+from tests.one_rank import recorder
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,25 +78,12 @@ def processes_with(word: bytes) -> list[bytes]:
 
 
 def test_hooks_that_record_nothing_are_an_error(tmp_path: Path) -> None:
-    identity = Identity(
-        job="bench",
-        generation=0,
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        topology=Topology(),
-        coordinates=Coordinates(),
-        pid=1,
-        host="here",
-        clock_offset_ns=0,
-        started_ns=0,
-    )
     with pytest.raises(RuntimeError, match="recorded nothing"):
         check_recorded(str(tmp_path))
-    recorder = Recorder(ring.create(tmp_path / "bench.ring", identity))
+    written = recorder(tmp_path / "bench.ring")
     with pytest.raises(RuntimeError, match="recorded nothing"):
         check_recorded(str(tmp_path))
-    recorder.write(Op.FORWARD, 1, NONE_32, 0, 0, 1, 10)
+    written.write(Op.FORWARD, 1, NONE_32, 0, 0, 1, 10)
     check_recorded(str(tmp_path))
 
 

@@ -14,11 +14,11 @@ import pytest
 import paceline
 from paceline.collectives.build import BuildError, build, find_library
 from paceline.recorder import Recorder
-from paceline_wire.ring import Identity, RingReader, create
+from paceline_wire.ring import RingReader
 from paceline_wire.spans import Span, unpack
-from paceline_wire.topology import Coordinates, Topology
 from tests import forked_python
 from tests.forked_python import ForkedPython
+from tests.one_rank import recorder
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
@@ -143,20 +143,7 @@ def small(ring_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rin
 @pytest.fixture
 def ring(tmp_path: Path) -> Recorder:
     """A recorder without the process-wide hooks."""
-    identity = Identity(
-        job="j",
-        generation=0,
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        topology=Topology(),
-        coordinates=Coordinates(),
-        pid=1,
-        host="h",
-        clock_offset_ns=0,
-        started_ns=0,
-    )
-    return Recorder(create(tmp_path / "one.ring", identity))
+    return recorder(tmp_path / "one.ring")
 
 
 def run_scenarios(script: str, directory: Path, *names: str) -> str:
