@@ -1,7 +1,8 @@
 """Group findings into incidents: one incident per problem, with any number of symptoms.
 
 - A finding with a known fingerprint updates its incident. If only its evidence differs, the
-  incident is refreshed without an alert.
+  incident is refreshed without an alert. The severity falls once a slowdown has been milder for
+  some minutes.
 - In a job that hangs or has failed, later findings are symptoms of that.
 - A finding that appears while an incident is being repaired is a symptom of it.
 - The end of ranks that hung is a consequence of the hang, unless it explains the hang.
@@ -16,12 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from paceline_server.decide.draft import Draft
+from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import IncidentView
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import kind_of, severity_rank
 
 _NOTABLE_SLOWDOWN = 0.25  # smaller changes are not worth an event
+_MILDER_NS = 300 * NANOSECONDS  # then the severity falls: a slowdown that varies is one alert
 # Fields that are shown beside the verdict.
 _REFRESHED = (
     "summary",
@@ -299,7 +301,11 @@ def _clear(draft: Draft, incident: IncidentView, finding: Finding) -> None:
 
 def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
     before = next(known for known in _findings(incident) if _key(known) == _key(finding))
-    if not before.cleared and _is_weaker(finding, before):
+    is_main = before is incident.finding
+    if is_main:
+        incident = _milder_since(draft, incident, finding)
+    has_fallen = is_main and _has_fallen(draft, incident, finding)
+    if not before.cleared and not has_fallen and _is_weaker(finding, before):
         if finding.cause == before.cause and kind_of(finding.kind).effect == "slow":
             _refresh(draft, incident, before, finding)  # it costs less than before
         return
@@ -313,14 +319,37 @@ def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
         onset_step=finding.onset_step if before.onset_step is None else before.onset_step,
         step=before.step,
     )
-    is_main = before is incident.finding
     incident = _map(incident, lambda one: after if one is before else one)
+    if has_fallen:
+        incident = replace(incident, milder_since_ns=None)
     if is_main and _is_greater_problem(after, before):
         incident = _detected_now(draft, incident)
     draft.put_incident(incident)
     if strength(after) > strength(before) or before.can_checkpoint > after.can_checkpoint:
         draft.escalated.add(incident.incident_id)
     draft.audit(f"detector:{finding.kind}", "updated", incident.incident_id, finding.summary)
+
+
+def _milder_since(draft: Draft, incident: IncidentView, finding: Finding) -> IncidentView:
+    """Record since when a slowdown has been less severe than its incident."""
+    since_ns = None
+    if kind_of(finding.kind).effect == "slow" and _is_milder(finding, incident.finding):
+        since_ns = min(incident.milder_since_ns or draft.now_ns, draft.now_ns)
+    if since_ns == incident.milder_since_ns:
+        return incident
+    return draft.put_incident(replace(incident, milder_since_ns=since_ns))
+
+
+def _has_fallen(draft: Draft, incident: IncidentView, finding: Finding) -> bool:
+    """Return whether a slowdown has been milder for long, and nothing else is as severe."""
+    since_ns = incident.milder_since_ns
+    if since_ns is None or incident.state != "open" or draft.now_ns - since_ns < _MILDER_NS:
+        return False
+    return not any(_is_milder(finding, one) for one in incident.symptoms if not one.cleared)
+
+
+def _is_milder(one: Finding, other: Finding) -> bool:
+    return severity_rank(one.severity) < severity_rank(other.severity)
 
 
 def _refresh(draft: Draft, incident: IncidentView, before: Finding, finding: Finding) -> None:
@@ -332,7 +361,7 @@ def _refresh(draft: Draft, incident: IncidentView, before: Finding, finding: Fin
 
 
 def _is_weaker(finding: Finding, before: Finding) -> bool:
-    if strength(finding)[0] < strength(before)[0]:
+    if _is_milder(finding, before):
         return True
     return finding.cause == "unknown" and before.cause != "unknown"
 

@@ -148,6 +148,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     # first slow step. None: not known.
     onset_ns: int | None = None
     resolved_ns: int | None = None
+    milder_since_ns: int | None = None  # since when the verdict is less severe than `finding`
     action_ids: list[str] = []
     stacks_asked: list[int] = []  # ranks whose Python stacks were requested
     stacks_asked_ns: int | None = None  # when stacks were last requested

@@ -64,6 +64,54 @@ def test_a_smaller_cost_of_the_same_problem_is_shown_without_a_lower_severity(wo
     assert incident_alert("job-1", "job", before, after) is None
 
 
+MILDER = {"cost_ratio": 0.02, "summary": "It costs 2%."}
+
+
+@pytest.fixture
+def critical(world: World) -> World:
+    world.tick((world.finding(severity="critical"),))
+    return world
+
+
+def _is_milder_for(world: World, seconds: int, **changes: object) -> None:
+    for second in range(seconds):
+        milder = world.finding(**(MILDER | changes), evidence=[Evidence(f"sample {second}")])
+        world.run(1.0, (milder,))
+
+
+@pytest.mark.parametrize("cause", ["thermal throttle", "unknown"])
+def test_the_severity_falls_once_the_slowdown_has_been_milder_for_five_minutes(critical, cause):
+    [before] = critical.open_incidents()
+    assert before.finding.severity == "critical"
+    _is_milder_for(critical, 299, cause=cause)
+    [after] = critical.open_incidents()
+    assert after.finding.severity == "critical"
+    _is_milder_for(critical, 3, cause=cause)
+    [after] = critical.open_incidents()
+    assert (after.finding.severity, after.finding.cost_ratio) == ("warning", 0.02)
+    assert after.finding.detected_ns == before.finding.detected_ns
+    alert = incident_alert("job-1", "job", before, after)
+    assert alert is not None
+    assert (alert.event, alert.previous_severity) == ("updated", "critical")
+    assert not alert.is_correction
+
+
+def test_a_slowdown_that_varies_keeps_its_highest_severity(critical):
+    for _ in range(3):
+        _is_milder_for(critical, 250)
+        critical.run(1.0, (critical.finding(severity="critical"),))
+        [incident] = critical.open_incidents()
+        assert incident.finding.severity == "critical"
+
+
+def test_the_severity_stays_while_a_symptom_is_as_severe(critical):
+    link = critical.finding("slow_link", link=(2, 3), fingerprint="link", severity="critical")
+    critical.tick((link,))
+    _is_milder_for(critical, 400)
+    [incident] = critical.open_incidents()
+    assert incident.finding.severity == "critical"
+
+
 def test_a_symptom_is_refreshed_in_place(world):
     bubble = world.finding("bubble", cause="late launches", fingerprint="bubble", severity="info")
     world.tick((bubble,))
