@@ -39,6 +39,7 @@ from paceline_evaluation.repair.trainings import (
 )
 from paceline_evaluation.repair.trial import (
     NOT_PLAYED,
+    OUTCOME_SECONDS,
     STEADY_STEPS,
     TrialResult,
     judge_recovery,
@@ -46,7 +47,6 @@ from paceline_evaluation.repair.trial import (
 )
 
 NODES = 3  # two that train, and a spare
-RECOVERY_SECONDS = 60.0
 _START_SECONDS = 120.0
 _NEW_STEPS = 5
 _STORE = """
@@ -300,7 +300,7 @@ def _play(trial: PlannedTrial, job: TorchrunJob) -> TrialResult:
         result.outcome = "left alone"
         return plan.outcome == "either" and job.log.newest() >= newest + 100
 
-    if wait_until(is_reached, RECOVERY_SECONDS):
+    if wait_until(is_reached, OUTCOME_SECONDS):
         result.is_right = True
         result.restarts = len(job.log.processes(0, injected))
         if result.outcome == "recovered":
@@ -311,7 +311,7 @@ def _play(trial: PlannedTrial, job: TorchrunJob) -> TrialResult:
             result.seconds = job.log.longest_pause(injected, time.monotonic())
         heal()
     else:
-        result.outcome = f"not recovered in {RECOVERY_SECONDS:.0f} s"
+        result.outcome = f"not recovered in {OUTCOME_SECONDS:.0f} s"
         job.end()
     if result.seconds is not None:
         result.seconds = round(result.seconds, 2)
