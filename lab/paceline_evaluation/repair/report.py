@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline_cli import render
 from paceline_evaluation.repair.arm import RepairResults
-from paceline_evaluation.repair.ettr import Ettr
+from paceline_evaluation.repair.ettr import Ettr, with_one_step_time
 from paceline_evaluation.repair.trial import FinalState, TrialResult, is_good
 from paceline_evaluation.report import interval_text, number_text
 from paceline_evaluation.scoring import wilson
@@ -63,7 +63,7 @@ def figures(results: RepairResults, skipped: Sequence[str]) -> dict[str, Any]:
         "not_played": len(results.baseline) - len(baseline),
     }
     found["final_states"] = [_final_state(state) for state in results.final_states]
-    found["ettr"] = [_ettr(one) for one in results.ettr]
+    found["ettr"] = [_ettr(one) for one in with_one_step_time(results.ettr)]
     found["healthy"] = None if results.healthy is None else asdict(results.healthy)
     found["skipped"] = list(skipped)
     return found

@@ -208,6 +208,16 @@ def test_the_optimum_is_that_of_free_checkpoints_after_each_step() -> None:
     assert found.ratio == pytest.approx(found.measured / 0.8991667)
 
 
+def test_what_a_launcher_costs_in_each_step_is_lost_time() -> None:
+    slower = ettr.result("Paceline", "ddp", 600.0, 5_000, 40, 0.11, [6.0] * 10)
+    faster = ettr.result("torchrun", "ddp", 600.0, 3_000, 90, 0.10, [26.0] * 10)
+    [ours, theirs] = report.figures(RepairResults(ettr=[slower, faster]), [])["ettr"]
+    assert ours["step_seconds"] == theirs["step_seconds"] == 0.1
+    assert ours["measured"] == pytest.approx(500 / 600, abs=1e-4)
+    assert theirs["measured"] == pytest.approx(300 / 600, abs=1e-4)
+    assert report.figures(RepairResults(ettr=[slower]), [])["ettr"][0]["step_seconds"] == 0.11
+
+
 def test_a_job_that_does_not_recover_has_an_ettr_with_that_downtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
