@@ -2,10 +2,12 @@
 
 The job's life runs from its creation to now (for an external job, from when its ranks attached).
 Finished steps are placed on it in order, each from the mean start to the mean end of its ranks and
-clipped to the time not yet used, so wrong clocks cannot create time. The time between steps is
-restart, startup or idle. The work of steps that a restart repeats moves to `lost_seconds`, and what
-a straggler cost before it was found moves from `imbalance_seconds` to `straggler_seconds`. A rank
-that takes longer is an imbalance if it recurs: a single pause counts as `peer_wait_seconds`.
+clipped to the time not yet used, so wrong clocks cannot create time. Steps that the assembly
+dropped, because more arrived at once than it holds, count like the step after them, as far as there
+is time for them. The other time between steps is restart, startup or idle. The work of steps that a
+restart repeats moves to `lost_seconds`, and what a straggler cost before it was found moves from
+`imbalance_seconds` to `straggler_seconds`. A rank that takes longer is an imbalance if it recurs: a
+single pause counts as `peer_wait_seconds`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ SIMILAR = 2  # ... if the larger one is at most this multiple of the other one
 
 _MEASURED = ("compute", "communication", "bubble", "data_wait", "optimizer", "checkpoint")
 _SPLIT = tuple(name.removesuffix("_seconds") for name in StepGoodput.__struct_fields__)
-_COUNTS = ("samples", "tokens")
+_COUNTS = ("samples", "tokens", "dropped")
 
 
 class _PartTimes(msgspec.Struct, array_like=True):
@@ -48,10 +50,15 @@ class _PartTimes(msgspec.Struct, array_like=True):
     imbalance: int = 0
     evaluation: int = 0
     pause: int = 0  # an imbalance that has not recurred
+    dropped: int = 0  # number of dropped steps that it stands for; 0: it is of a finished step
 
     def add(self, times: _PartTimes, sign: int = 1) -> None:
         for part in self.__struct_fields__:
             setattr(self, part, getattr(self, part) + sign * getattr(times, part))
+
+    def scaled(self, factor: float) -> _PartTimes:
+        parts = self.__struct_fields__
+        return _PartTimes(**{part: int(getattr(self, part) * factor) for part in parts})
 
     @property
     def total(self) -> int:
@@ -118,16 +125,36 @@ class GoodputLedger:
         started_ns = summary.mean_started_ns or summary.started_ns
         begin_ns = _clip(started_ns, state.taken_until_ns, now_ns)
         end_ns = _clip(started_ns + int(summary.mean_seconds * 1e9), begin_ns, now_ns)
-        self._add_gap(begin_ns - state.taken_until_ns)
+        times = _part_times(summary, end_ns - begin_ns)
+        times.samples, times.tokens = summary.samples or 0, summary.tokens or 0
+        self._judge_imbalance(times)
+        gap_ns = begin_ns - state.taken_until_ns
+        if state.newest_step is not None and state.resumed:
+            gap_ns -= self._add_dropped(range(state.newest_step + 1, summary.step), times, gap_ns)
+        self._add_gap(gap_ns)
         state.taken_until_ns = end_ns
         state.newest_step = summary.step
         state.resumed = True
         state.useful_steps += 1
-        times = _part_times(summary, end_ns - begin_ns)
-        times.samples, times.tokens = summary.samples or 0, summary.tokens or 0
-        self._judge_imbalance(times)
         state.sums.add(times)
         self._revocable.append((summary.step, times))
+
+    def _add_dropped(self, missing: range, after: _PartTimes, gap_ns: int) -> int:
+        """Add the missing steps before a step with these times; return the nanoseconds they took.
+
+        A script's own numbers may leave some out: there is no time for those.
+        """
+        length_ns = min(gap_ns, len(missing) * after.total)
+        count = min(len(missing), round(length_ns / max(after.total, 1)))
+        if not count:
+            return 0
+        times = after.scaled(length_ns / after.total)
+        times.other += length_ns - times.total
+        times.dropped = count
+        self._state.useful_steps += count
+        self._state.sums.add(times)
+        self._revocable.append((missing[0], times))
+        return length_ns
 
     def blame_straggler(self, onset_step: int) -> None:
         """Count what slower ranks have cost since a step as a straggler's, which has been found."""
@@ -181,8 +208,9 @@ class GoodputLedger:
             _, times = self._revocable.pop()
             state.sums.add(times, -1)
             state.lost_ns += times.total
-            state.lost_steps += 1
-            state.useful_steps -= 1
+            count = times.dropped or 1
+            state.lost_steps += count
+            state.useful_steps -= count
         state.newest_step = self._revocable[-1][0] if self._revocable else None
 
     def read(self, now_ns: int) -> Ledger:

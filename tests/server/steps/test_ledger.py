@@ -89,6 +89,29 @@ def test_startup_steps_and_idle_time():
     assert ledger.goodput_ratio == pytest.approx(4 * 0.85 / 12)
 
 
+def test_steps_that_were_dropped_count_like_the_next_one():
+    """100 steps of 10 ms, of which only each tenth arrives; then a pause, and steps of a script
+    that numbers every 64th."""
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
+    for number in range(0, 100, 10):
+        ledger.add(step(number, number / 100, 0.01), at(20))
+    found = ledger.read(at(0.91))
+    assert found.useful_steps == 91
+    assert found.compute_seconds == pytest.approx(0.91 * 0.6)
+    assert found.idle_seconds == pytest.approx(0.91 * 0.1, abs=1e-6)
+    ledger.add(step(100, 10, 0.01), at(20))
+    for number in (164, 228):
+        ledger.add(step(number, 10.01 + (number - 164) / 6400, 0.01), at(20))
+    found = ledger.read(at(10.03))
+    assert found.useful_steps == 91 + 10 + 2
+    assert found.idle_seconds == pytest.approx(1.03 * 0.1 + 10 - 1, abs=1e-6)
+    assert parts_sum(found) == pytest.approx(10.03)
+    ledger.begin(1, at(11), 50)
+    found = ledger.read(at(12))
+    assert (found.useful_steps, found.lost_steps) == (50, 53)
+
+
 def split(**seconds: float) -> StepGoodput:
     """Return the parts of a step in seconds; those that are not given are 0."""
     parts = ("compute", "communication", "bubble", "straggler", "peer_wait", "bubble_excess")
