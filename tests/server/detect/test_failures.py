@@ -167,6 +167,19 @@ def test_a_rank_that_exits_0_early_is_the_culprit_and_not_those_that_lost_it(job
     assert found.evidence[-1].text == "ranks 0-2, 4-7 ended afterwards"
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_rank_that_finished_early_is_the_culprit_also_if_its_process_ends_last(job, ends):
+    """Torch takes longer to end than its peers to fail. If it never ends, they are reported."""
+    job.wait(0.5, {3: job.state(3, status="finished")})
+    for rank in (0, 1, 2, 4, 5, 6, 7):
+        job.exit(rank, exit_code=1, log_tail=RESET)
+    assert all_nodes_report(job) == []
+    if ends:
+        job.exit(3, exit_code=0)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.cause == "ended early") == ((3, True) if ends else (None, False))
+
+
 def test_an_external_rank_that_finishes_early_is_the_culprit(job):
     for rank in (0, 6):
         in_collective(job, rank)
@@ -311,6 +324,16 @@ def test_ranks_whose_torchrun_was_asked_to_end_were_stopped_whatever_they_did_th
     [found] = all_nodes_report(job)
     assert (found.cause, found.rank, found.node) == ("stopped on request", None, None)
     assert found.summary == "All 8 ranks were stopped on request: torchrun received SIGTERM."
+
+
+def test_ranks_that_take_longer_to_end_on_request_are_named_as_soon_as_the_last_has_ended(job):
+    """Nothing is reported once they all have ended: the job ends."""
+    drain(job, 3, signal=2, launcher_signal=2)
+    [found] = all_nodes_report(job)
+    assert found.summary == "Rank 3 was stopped on request: torchrun received SIGINT."
+    drain(job, 0, 1, 2, 4, 5, 6, 7, signal=2, launcher_signal=2)
+    [found] = tick(job)
+    assert found.summary == "All 8 ranks were stopped on request: torchrun received SIGINT."
 
 
 def hang_of_rank_3(job: SimulatedJob) -> Finding:

@@ -164,12 +164,26 @@ class ExitDetector(Detector):
         None if a rank failed by itself, or if most ranks had finished: then the job was over.
         """
         before_ns = first.time_ns + _POLL_NS
-        early = [exited for exited in self._finished.values() if exited.time_ns <= before_ns]
+        early = [
+            exited
+            for exited in self._finished.values()
+            if _finished_ns(exited, observation) <= before_ns
+        ]
         if not early or 2 * len(early) > self.generation.topology.world_size:
             return None
         if is_cause(first) or not self._is_victim(first, observation):
             return None
         return min(early, key=lambda exited: (exited.time_ns, exited.event.rank))
+
+    def _is_ending(self, observation: Observation) -> bool:
+        """Return whether a rank reports that it has finished, and its process is not gone yet.
+
+        Torch takes a second to end, in which its peers may fail and be gone.
+        """
+        return any(
+            live.status == "finished" and rank not in observation.exited
+            for rank, live in observation.ranks.items()
+        )
 
     def _is_victim(self, reported: ReportedExit, observation: Observation) -> bool:
         """Return whether the rank is known to have failed in a communication."""
@@ -256,6 +270,9 @@ class ExitDetector(Detector):
                 return False
         decided_ns = first.received_ns + int(settings.first_exit_seconds * 1e9)
         if observation.now_ns < decided_ns:
+            return True
+        ended_ns = first.received_ns + int(settings.ending_seconds * 1e9)
+        if observation.now_ns < ended_ns and self._is_ending(observation):
             return True
         # A node without a batch since then will send one soon, or is lost and explains the exit.
         is_silent = [
@@ -425,15 +442,18 @@ class ExitDetector(Detector):
 
     def _stopped_on_request(self, observation: Observation) -> list[Finding]:
         """Report the ranks whose agents were shut down, or whose torchrun a signal asked to end,
-        after the ranks of all nodes had time to end."""
+        after all have ended, or those of all nodes had time to end."""
+        world_size = self.generation.topology.world_size
+        ended = self._requested.keys() | self._abnormal.keys() | self._finished.keys()
         newest_ns = max(exited.received_ns for exited in self._requested.values())
         ranks = sorted(self._requested)
-        is_early = observation.now_ns < newest_ns + int(self.settings.first_exit_seconds * 1e9)
+        decided_ns = newest_ns + int(self.settings.first_exit_seconds * 1e9)
+        is_early = len(ended) < world_size and observation.now_ns < decided_ns
         if is_early or ranks == self._reported_requested or self._reported_rank is not None:
             return []
         self._reported_requested = ranks
         nodes = sorted({exited.node for exited in self._requested.values()})
-        is_all = 1 < len(ranks) == self.generation.topology.world_size
+        is_all = 1 < len(ranks) == world_size
         subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"
         verb = "was" if len(ranks) == 1 else "were"
         number = self._requested[ranks[0]].event.launcher_signal
@@ -473,6 +493,14 @@ class ExitDetector(Detector):
         event = culprit.event
         was_killed = event.signal in SENT_SIGNALS or is_unknown(event)
         return HANG.name if was_killed or not is_cause(culprit) else None
+
+
+def _finished_ns(exited: ReportedExit, observation: Observation) -> int:
+    """Return when the rank reported that it had finished, at the latest when its process ended."""
+    live = observation.ranks.get(exited.event.rank)
+    if live is None or live.status != "finished":
+        return exited.time_ns
+    return exited.time_ns - max(exited.event.time_ns - live.frozen_since_ns, 0)
 
 
 def _is_hung(observation: Observation) -> bool:

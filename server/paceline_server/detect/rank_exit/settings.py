@@ -13,6 +13,8 @@ class RankExitSettings:
     moment_seconds: float = 0.1
     # Peers of a dead rank exit within milliseconds: wait this long for the one that died first.
     first_exit_seconds: float = 0.6
+    # A process that has finished its script takes this long to end, at most.
+    ending_seconds: float = 3.0
     # If no node reports any more, their agents have ended with the job: wait this long to learn
     # otherwise. `decide` leaves a job open for a second longer once all ranks have ended.
     all_silent_seconds: float = 7.0
