@@ -336,6 +336,19 @@ def test_ranks_that_take_longer_to_end_on_request_are_named_as_soon_as_the_last_
     assert found.summary == "All 8 ranks were stopped on request: torchrun received SIGINT."
 
 
+@pytest.mark.parametrize(("seconds", "culprit"), [(1, None), (-60, 5)])
+def test_a_rank_that_its_launcher_ends_after_a_timeout_is_not_the_cause(job, seconds, culprit):
+    """`mp.spawn` ends the other ranks of the node. One that was ended a minute before is."""
+    late = "RuntimeError: [Rank 4]: Rank 5 failed to pass monitoredBarrier in 20000 ms"
+    job.exit(4, exit_code=1, log_tail=late, since_error_ns=10**9)
+    job.exit(5, signal=15, at_ns=job.now_ns + seconds * 10**9)
+    [found] = all_nodes_report(job)
+    assert found.rank == culprit
+    if culprit is None:
+        what = "A collective timed out before any rank ended. Rank 4 (node-2) exited with code 1: "
+        assert found.summary == f"{what}{late}."
+
+
 def hang_of_rank_3(job: SimulatedJob) -> Finding:
     at_ns = job.now_ns - job.offset_ns(0)
     frames = [Frame(Op.STEP, at_ns, 0, None, 0), Frame(Op.ALL_REDUCE, at_ns, 3, None, 99)]

@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
+
+from msgspec.structs import replace as replace_fields
 
 from paceline_server.detect.causes.catalog import (
     OUT_OF_MEMORY,
@@ -101,6 +104,7 @@ class ExitDetector(Detector):
             self._watch_joining(observation)
         for reported in observation.exits:
             self._add(reported, observation)
+        self._forget_signals_after_timeout()
         self._oom_kills.add(observation)
         if self._requested and not any(map(is_cause, self._abnormal.values())):
             return self._stopped_on_request(observation)
@@ -140,6 +144,27 @@ class ExitDetector(Detector):
                 view = live.state.view
                 if view.status == "joining" or communication_frames(view):
                     self._waiting_ranks.add(rank)
+
+    def _forget_signals_after_timeout(self) -> None:
+        """Count a rank that SIGTERM ended after a collective of another rank of its node had timed
+        out as one that ended in an unknown way.
+
+        The launcher, such as `mp.spawn`, ended it because the other one failed.
+        """
+        timed_out = [
+            other
+            for other in self._abnormal.values()
+            if not is_cause(other) and names_timeout(other.event.log_tail)
+        ]
+        for rank, reported in self._abnormal.items():
+            event = reported.event
+            if event.signal == signal.SIGTERM and any(
+                other.node == reported.node
+                and other.time_ns - other.event.since_error_ns < reported.time_ns
+                for other in timed_out
+            ):
+                unknown = replace_fields(event, signal=None)
+                self._abnormal[rank] = replace(reported, event=unknown)
 
     def _watch_joining(self, observation: Observation) -> None:
         for rank, live in observation.ranks.items():

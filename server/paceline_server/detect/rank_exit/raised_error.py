@@ -51,7 +51,10 @@ _WATCHDOG = re.compile(
     r"(?:Process group watchdog thread terminated with exception: *)?(?:\[Rank \d+\] *)*"
 )
 _ABORTS = re.compile(r"watchdog thread terminated with exception|Watchdog caught collective")
-_TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for")
+_TIMED_OUT = re.compile(
+    r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for"
+    r"|failed to pass monitoredBarrier in"
+)
 _NOT_CONNECTED = re.compile(
     r"connectFullMesh failed|timed out connecting|trying to connect|connect to \S+ failed"
     r"|(failed|unable) to connect|(could not|cannot) connect|socketStartConnect",
