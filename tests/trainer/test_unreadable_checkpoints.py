@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 
 import paceline.checkpoints.layout
 from paceline.checkpoints.errors import CheckpointError, DamagedError, UnreadableError
@@ -146,3 +156,31 @@ def test_metadata_that_is_not_of_a_checkpoint_is_refused(
     with path.open("rb") as file, pytest.raises(DamagedError):
         load_metadata(file)
     assert capsys.readouterr().out == ""
+
+
+def test_a_manipulated_checkpoint_runs_no_code(
+    opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (saved,) = saved_checkpoints(tmp_path)
+    path = tmp_path / saved.name
+    content = io.BytesIO()
+    torch.save(_Evil(), content)
+    (path / "__0_0.distcp").write_bytes(content.getvalue())
+    written = _StorageInfo("__0_0.distcp", 0, len(content.getvalue()))
+    metadata = Metadata(
+        state_dict_metadata={"weight": BytesStorageMetadata()},
+        storage_data={MetadataIndex("weight"): written},
+        storage_meta=StorageMeta(),
+    )
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    for name in manifest["files"]:
+        changed = (path / name).read_bytes()
+        digest = hashlib.sha256(changed).hexdigest()
+        manifest["files"][name] = {"bytes": len(changed), "sha256": digest}
+    encoded = json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(encoded)
+    (path / "COMMITTED").write_text(hashlib.sha256(encoded).hexdigest())
+    with pytest.raises(DamagedError, match="BytesStorageMetadata"):
+        load(opened(1))
+    assert "owned" not in capsys.readouterr().out

@@ -1,7 +1,8 @@
 """Read a checkpoint's `.metadata` without running code from it.
 
 torch.distributed.checkpoint stores the metadata as a pickle, and unpickling may run any code.
-Only the classes that such a file needs can be loaded here.
+Only the classes that such a file needs can be loaded here. `BytesStorageMetadata` cannot: torch
+would load the content of such an entry as a pickle of any kind, and Paceline stores tensors only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from paceline.checkpoints.errors import DamagedError
 
 _ALLOWED = frozenset(
     {
-        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
         ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
         ("torch.distributed.checkpoint.metadata", "Metadata"),
         ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
