@@ -72,7 +72,7 @@ def process_users(procfs_root: Path, pid: int) -> set[int]:
         ranges = read_text_once(procfs_root / str(pid) / "uid_map").splitlines()
     except OSError:
         return set()
-    outside = {int(word) for word in status.partition("\nUid:")[2].partition("\n")[0].split()}
+    outside = {*_uids(status)}
     inside = {
         uid - first_outside + first_inside
         for first_inside, first_outside, count in (map(int, line.split()) for line in ranges)
@@ -80,6 +80,22 @@ def process_users(procfs_root: Path, pid: int) -> set[int]:
         if first_outside <= uid < first_outside + count
     }
     return outside | inside
+
+
+def real_user(procfs_root: Path, pid: int) -> int | None:
+    """Return the uid of the user who runs the process; None if it is gone.
+
+    The owner of its files in /proc is another one, root, if the process is not dumpable.
+    """
+    try:
+        return next(_uids(read_text_once(procfs_root / str(pid) / "status")), None)
+    except OSError:
+        return None
+
+
+def _uids(status: str) -> Iterator[int]:
+    """Yield the real, effective, saved and file-system uid of a process on the node."""
+    yield from map(int, status.partition("\nUid:")[2].partition("\n")[0].split())
 
 
 def namespace_pids(procfs_root: Path, pid: int) -> list[int]:

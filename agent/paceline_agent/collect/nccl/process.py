@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline_agent.collect.cached_files import read_once, read_text_once
-from paceline_agent.collect.processes import namespace_pids, started_ns
+from paceline_agent.collect.processes import namespace_pids, real_user, started_ns
 
 _SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "UCX_", "FI_EFA_")
 _OTHERS = ("SLURM_JOBID", "HOME", "XDG_CACHE_HOME")
@@ -95,8 +95,10 @@ def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
     directory = procfs_root / str(pid)
     try:
         content = read_once(directory / "environ", _ENVIRON_BYTES)
-        user = os.stat(directory / "environ").st_uid
     except OSError:
+        return None
+    user = real_user(procfs_root, pid)
+    if user is None:
         return None
     pairs = (entry.partition("=") for entry in content.decode(errors="replace").split("\0"))
     environment = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -96,6 +97,26 @@ def test_the_version_of_a_wheel(tmp_path, start):
     process = read_process(Path("/proc"), rank.process.pid)
     assert process is not None
     assert process.version == "2.26.2"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="starts a process as another user")
+def test_a_process_that_is_not_dumpable_has_its_own_user():
+    """Its files in /proc belong to root, and it could have the agent read files of root."""
+    code = (
+        "import ctypes, sys; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0);"
+        "print(flush=True); sys.stdin.read()"
+    )
+    argv = ["/usr/bin/python3", "-S", "-c", code]
+    with subprocess.Popen(
+        argv, user=65534, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        assert os.stat(f"/proc/{rank.pid}/environ").st_uid == 0
+        process = read_process(Path("/proc"), rank.pid)
+        assert process is not None
+        assert process.user == 65534
+        rank.kill()
 
 
 def test_a_library_that_does_not_tell_has_no_version(start):
@@ -221,7 +242,13 @@ def test_a_process_that_is_gone_or_not_ours_to_read_is_left_out(context, procfs,
     local = LocalRank(job="llm", generation=1, rank=0, local_rank=0, pid=5)
     collector = NcclCollector(dataclasses.replace(context, local_ranks=lambda: [local]))
     assert series(collector.collect(1)) == {}
-    write(procfs, {"5/environ": "NCCL_DEBUG=INFO\0NCCL_SOCKET_IFNAME=eth0\0\0=x\0garbage"})
+    write(
+        procfs,
+        {
+            "5/environ": "NCCL_DEBUG=INFO\0NCCL_SOCKET_IFNAME=eth0\0\0=x\0garbage",
+            "5/status": "Name:\tpython\nUid:\t5\t5\t5\t5\n",
+        },
+    )
     found = series(collector.collect(2))
     assert "paceline_rank_nccl_setting_info{job=llm,name=NCCL_SOCKET_IFNAME,rank=0,value=eth0}" in (
         found
@@ -235,7 +262,7 @@ def test_in_a_container_a_process_writes_under_its_own_number(
         procfs,
         {
             "5/environ": f"NCCL_INSPECTOR_ENABLE=1\0NCCL_INSPECTOR_DUMP_DIR={tmp_path}/d\0",
-            "5/status": "Name:\tpython\nNSpid:\t5\t1\n",
+            "5/status": f"Name:\tpython\nUid:\t{os.getuid()}\nNSpid:\t5\t1\n",
         },
     )
     write(tmp_path, {"d/pod-pid1.log": LINE % 1})
