@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -23,6 +25,8 @@ from paceline_agent.settings import HOSTNAME_LABEL
 from paceline_wire.batch import Sample
 
 log = logging.getLogger(__name__)
+
+CONNECTIONS_AT_MOST = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,34 @@ class Exporter:
         yield from completed(each(itertools.chain(*brought)), self._procfs_root)
 
 
+class _LimitedServer(ThreadingWSGIServer):
+    """A server with few connections, each of which has a thread: the oldest makes room for another.
+
+    Any user of the node can connect, and then be silent. The threads count against the limit of
+    the service, which its ranks share.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._connections: dict[socket.socket, None] = {}
+        self._lock = Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._connections[request] = None
+            if len(self._connections) > CONNECTIONS_AT_MOST:
+                oldest = next(iter(self._connections))
+                del self._connections[oldest]
+                with contextlib.suppress(OSError):  # the client has ended it
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+
 class _Silent(WSGIRequestHandler):
     def log_message(self, *_: object) -> None:
         """Log nothing per scrape."""
@@ -101,7 +133,7 @@ def _listening(host: str, port: int, registry: CollectorRegistry) -> ThreadingWS
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
 
-    class MetricsServer(ThreadingWSGIServer):
+    class MetricsServer(_LimitedServer):
         address_family = family
 
     return make_server(str(address[0]), port, make_wsgi_app(registry), MetricsServer, _Silent)

@@ -23,6 +23,7 @@ from paceline_wire.stacks import StackFrame, ThreadStack, bounded, plain
 SECONDS = 5.0  # per rank: py-spy has to load many symbols of a large program on a busy machine
 TRIES = 3
 MAXIMUM_OUTPUT_BYTES = 8 << 20
+_CHUNK_BYTES = 1 << 20
 MAXIMUM_CHILDREN = 16  # per rank
 _PERMISSION = (
     "py-spy may not read process {pid}: run the agent as the same user; if "
@@ -111,22 +112,43 @@ async def _read(program: str, pid: int) -> list[ThreadStack]:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        limit=MAXIMUM_OUTPUT_BYTES,
+        limit=_CHUNK_BYTES,
     )
+    assert process.stdout is not None
+    assert process.stderr is not None
     try:
-        output, complaint = await process.communicate()
+        output, complaint = await asyncio.gather(
+            _read_all(process, process.stdout), _read_all(process, process.stderr)
+        )
+        await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+    if len(output) > MAXIMUM_OUTPUT_BYTES:
+        raise StacksError(f"process {pid} has more than {MAXIMUM_OUTPUT_BYTES} bytes of stacks")
     if process.returncode:
         raise StacksError(_reason(pid, complaint.decode(errors="replace")))
     try:
-        threads = _threads.decode(output[:MAXIMUM_OUTPUT_BYTES])
+        threads = _threads.decode(output)
     except msgspec.MsgspecError as error:
         raise StacksError(f"the output of py-spy is not valid: {error}") from error
     threads.sort(key=lambda thread: (thread.thread_name != "MainThread", thread.thread_id))
     return bounded([_stack(thread) for thread in threads])
+
+
+async def _read_all(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
+    """Return what py-spy writes; end it if that is too much.
+
+    A process decides how long its stacks are: they can have hundreds of MB.
+    """
+    content = bytearray()
+    while part := await stream.read(_CHUNK_BYTES):
+        if len(content) <= MAXIMUM_OUTPUT_BYTES:
+            content += part
+        elif process.returncode is None:
+            process.kill()
+    return bytes(content)
 
 
 def _reason(pid: int, complaint: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -11,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline_agent.collect.contract import Collected
-from paceline_agent.expose.exporter import Exporter, OwnMetric
+from paceline_agent.expose.exporter import CONNECTIONS_AT_MOST, Exporter, OwnMetric
 from paceline_wire.batch import Sample
 
 
@@ -119,3 +121,15 @@ def test_a_port_in_use_is_reported_and_survived(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert exporter.start("127.0.0.1", taken.getsockname()[1]) is None
     assert "no /metrics" in caplog.text
+
+
+def test_silent_connections_use_up_neither_threads_nor_the_port(exporter: Exporter) -> None:
+    port = exporter.start("127.0.0.1", 0)
+    assert port is not None
+    before = threading.active_count()
+    with contextlib.ExitStack() as opened:
+        for _ in range(3 * CONNECTIONS_AT_MOST):
+            opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+        url = f"http://127.0.0.1:{port}/metrics"
+        assert httpx.get(url, trust_env=False, timeout=60).status_code == 200
+        assert threading.active_count() - before <= CONNECTIONS_AT_MOST + 1

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from paceline_agent.rings import stacks
 from paceline_agent.rings.stacks import take_of_rank
 from paceline_wire.batch import CommandResult, RankStackTraces, RankStarted
 from paceline_wire.commands import RankSpec, StartRanks, TakeStacks
@@ -207,3 +210,17 @@ def test_a_stack_is_bounded_and_can_be_stored() -> None:
     assert len(threads[0].frames) == MAXIMUM_FRAMES
     assert threads[0].name == "t" * MAXIMUM_TEXT
     assert threads[0].frames[0] == StackFrame("f" * MAXIMUM_TEXT, "file", 0)
+
+
+async def test_stacks_of_any_length_do_not_fill_the_memory_of_the_agent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """py-spy writes hundreds of MB about a process with many threads, deep stacks, long names."""
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nexec yes\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(stacks, "SECONDS", 60.0)
+    monkeypatch.setattr(stacks.shutil, "which", lambda *_, **__: str(program))
+    with pytest.raises(stacks.StacksError, match="more than 8388608 bytes"):
+        await stacks.take(1)
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
