@@ -55,7 +55,7 @@ def launch(arguments: Sequence[str], environment: dict[str, str]) -> int:
                 for name in os.listdir("/proc/self/fd"):  # a lock or a pipe ends with the command
                     with contextlib.suppress(OSError):
                         os.set_inheritable(int(name), int(name) < 3)
-                command = [sys.executable, "-m", "paceline_cli.companions", *arguments]
+                command = [sys.executable, "-P", "-m", "paceline_cli.companions", *arguments]
                 os.execve(sys.executable, command, environment)
         finally:
             os._exit(1)

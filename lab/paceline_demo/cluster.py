@@ -138,7 +138,7 @@ class Cluster:
     def server_command(self) -> list[str]:
         """Return the command of the server."""
         return [
-            *(sys.executable, "-m", "paceline_cli", "server"),
+            *(sys.executable, "-P", "-m", "paceline_cli", "server"),
             *("--host", self.host, "--port", str(self.port)),
             *("--database-url", self.database_url),
         ]
@@ -171,7 +171,7 @@ class Cluster:
     def agent_command(self, node: EmulatedNode) -> list[str]:
         """Return the command of a node's agent."""
         return [
-            *(sys.executable, "-m", "paceline_cli", "agent", "--server", self.url),
+            *(sys.executable, "-P", "-m", "paceline_cli", "agent", "--server", self.url),
             *("--agent-id", node.agent_id, "--node-directory", str(node.directory)),
             *_own_user(),
             *("--orphan-grace-seconds", "0"),  # the demo never restarts a running agent
@@ -227,7 +227,7 @@ class Cluster:
         return environment
 
     def _create_token(self, scope: str) -> str:
-        program = [sys.executable, "-m", "paceline_cli", "server"]
+        program = [sys.executable, "-P", "-m", "paceline_cli", "server"]
         database = ["--database-url", self.database_url]
         options = ["token", "create", "--name", scope, "--nodes", "0", "--scope", scope]
         created = subprocess.run(

@@ -152,7 +152,7 @@ class BackgroundProcess(Collector):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
-                command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
+                command = [sys.executable, "-P", "-m", __spec__.name, str(theirs.fileno())]
                 # Its own session, because a signal to the process group is for the serving process.
                 # One thread for linear algebra, because more would spin and the matrices are small.
                 self._process = subprocess.Popen(

@@ -373,6 +373,7 @@ class _Worker:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-c",
                 f"from {collector_worker.__name__} import main; main()",
                 str(os.getpid()),

@@ -207,7 +207,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _facts(checkpoints: tuple[str, ...]) -> list[str]:
     paths = [word for each in checkpoints for word in ("--checkpoint", each)]
-    return ["-m", "paceline_cli", "preflight", "--facts", *paths]
+    return ["-P", "-m", "paceline_cli", "preflight", "--facts", *paths]
 
 
 def _measure(

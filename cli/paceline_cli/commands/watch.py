@@ -148,7 +148,7 @@ def _start(
     if not is_http_address(server):
         raise NotRecordedError(f"--server: expected http://HOST:PORT, got {server!r}")
     directory = Path(environment.get(NODE_DIRECTORY) or MEMORY / f"{PREFIX}watch-{os.geteuid()}")
-    run = [sys.executable, "-m", "paceline_cli"]
+    run = [sys.executable, "-P", "-m", "paceline_cli"]
     server_command: list[str] = []
     if needs_server:
         port = companions.free_port(SERVER_PORT)

@@ -88,7 +88,7 @@ def run(
     chosen: BenchmarkPlan, reach: Reach, python: Sequence[str], commands: RemoteCommands
 ) -> list[Result]:
     """Run the plan; `python` starts Python on a node, with its environment."""
-    there = [*python, "-m", _MODULE, chosen.encode()]
+    there = [*python, "-P", "-m", _MODULE, chosen.encode()]
     if isinstance(reach, AllNodes):
         argv = {"the launcher": reach.command(there)}
     else:

@@ -67,7 +67,7 @@ _decoder = msgspec.json.Decoder(GpuFacts)
 
 def read_apart(sysfs_root: Path, patience_seconds: float = _PATIENCE_SECONDS) -> GpuFacts:
     """Run `read` in a child process, which is abandoned if it does not respond."""
-    command = [sys.executable, "-m", "paceline_cli.preflight.gpu_facts", str(sysfs_root)]
+    command = [sys.executable, "-P", "-m", "paceline_cli.preflight.gpu_facts", str(sysfs_root)]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=output, stderr=errors)
         try:

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     interface = _interface_towards(plan.address, plan.port)
     if interface is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-    command = [sys.executable, "-m", "paceline_cli.preflight.probe", arguments[0], str(node)]
+    command = [sys.executable, "-P", "-m", "paceline_cli.preflight.probe", arguments[0], str(node)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     ranks = [
         subprocess.Popen([*command, str(local)], env=environment)

@@ -84,7 +84,7 @@ def start_build() -> None:
             return
         lock.unlink(missing_ok=True)
         os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        command = [sys.executable, "-m", "paceline.collectives"]
+        command = [sys.executable, "-P", "-m", "paceline.collectives"]
         if (nice := shutil.which("nice")) is not None:
             command = [nice, "-n", "19", *command]
         subprocess.Popen(
