@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import load
 
 import paceline
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
-from paceline.checkpoints.layout import saved_checkpoints
+from paceline.checkpoints.layout import commit, read_manifest, saved_checkpoints
 from paceline_wire.ring import RingReader
 from tests import forked_python
 
@@ -333,9 +333,18 @@ class Unsafe(Counter):
         return {"path": Path("x"), "function": print}
 
 
+class Sparse(Counter):
+    def state_dict(self) -> Any:
+        return {"rows": torch.eye(3).to_sparse()}
+
+
 @pytest.mark.parametrize(
     ("part", "reason"),
-    [(Failing(), "the state is not there"), (Unsafe(), "does not load safely")],
+    [
+        (Failing(), "the state is not there"),
+        (Unsafe(), "does not load safely"),
+        (Sparse(), "part.rows is a torch.sparse_coo"),
+    ],
 )
 def test_a_state_that_cannot_be_saved_is_reported_and_training_continues(
     tmp_path: Path,
@@ -409,6 +418,36 @@ def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
         paceline.Checkpoints(tmp_path, every=-1)
     with pytest.raises(ValueError, match="Paceline's own"):
         paceline.Checkpoints(tmp_path, position=Counter())
+
+
+def test_objects_in_a_dict_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizers = {"generator": torch.optim.SGD(model.parameters())}
+    with pytest.raises(TypeError, match=r"'generator'\] is of type SGD: .* optimizers_generator"):
+        paceline.Checkpoints(tmp_path, model=model, optimizers=optimizers)
+
+
+def test_a_sparse_buffer_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model[0].register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match=r"0\.adjacency of model is a torch\.sparse_coo"):
+        paceline.Checkpoints(tmp_path, model=model)
+    model[0].register_buffer("adjacency", torch.eye(3).to_sparse(), persistent=False)
+    paceline.Checkpoints(tmp_path, model=model)
+
+
+def test_generators_of_a_rank_are_not_loaded_by_another_number_of_ranks(tmp_path: Path) -> None:
+    script = Script(tmp_path, every=1, order=random.Random(1), noise=torch.Generator())
+    script.train(3)
+    saved = saved_checkpoints(tmp_path)[0]
+    manifest = read_manifest(tmp_path / saved.name)
+    commit(tmp_path / saved.name, manifest | {"world_size": 2}, saved.generation)
+    order, noise = random.Random(2), torch.Generator().manual_seed(2)
+    again = Script(tmp_path, order=order, noise=noise).train(1)
+    assert again.state.resumed_step == 3
+    assert order.getstate() == random.Random(2).getstate()
+    assert noise.initial_seed() == 2
+    assert noise.get_state().equal(torch.Generator().manual_seed(2).get_state())
 
 
 def test_a_state_that_no_loop_has_is_reported_once(
@@ -526,6 +565,40 @@ def test_a_loader_inside_another_iterable_continues_if_it_is_part_of_the_state(
     whole = run(tmp_path / "whole", 24)
     first = run(tmp_path / "two", 15)
     assert first[:14] + run(tmp_path / "two", 10) == whole
+
+
+class StatefulLoader:
+    """A loader that returns to its position by itself."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < 12:
+            self.position += 1
+            yield self.position - 1
+
+    def state_dict(self) -> Any:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("name", ["loader", "train_loader"])
+def test_a_loader_with_a_state_of_its_own_skips_nothing_more(tmp_path: Path, name: str) -> None:
+    def run(stop_after: int) -> list[int]:
+        seen: list[int] = []
+        loader = StatefulLoader()
+        state = paceline.Checkpoints(tmp_path, every=1, weight=torch.zeros(1), **{name: loader})
+        for number in paceline.steps(loader, state=state):
+            seen.append(number)
+            if len(seen) == stop_after:
+                break
+        state.wait()
+        return seen
+
+    assert run(5)[:4] + run(12) == list(range(12))
 
 
 ACCELERATE = """

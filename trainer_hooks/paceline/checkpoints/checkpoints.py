@@ -487,10 +487,16 @@ class Checkpoints:
         return self._position.resume(
             loader,
             saved,
-            has_state=_LOADER in loaded,
+            has_state=not loaded.isdisjoint({_LOADER, *self._names_of(loader)}),
             batches=saved["batches"] * world_size // size,
             is_same_rank=is_same_rank,
         )
+
+    def _names_of(self, loader: Iterable[Any]) -> Iterator[str]:
+        """Yield the names under which a loader is saved."""
+        for name, part in self._parts.items():
+            if isinstance(part, ObjectPart) and part.value is loader:
+                yield name
 
     def _restore(self, saved: dict[str, Any]) -> tuple[set[str], int]:
         """Load the state. Return the names of its parts, and how many ranks saved it."""

@@ -80,17 +80,19 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
     if is_sequence and modules and all(isinstance(each, nn.Module) for each in modules):
         for module in modules:
             _refuse_expanded(name, module)
+            _refuse_unstorable(name, module)
         return ModulePart(modules)
     if (optimizer := _optimizer_of(value)) is not None:
         return _part_of_optimizer(optimizer, names_of)
     if isinstance(value, Tensor | torch.Generator):
         return TensorPart(value)
     if isinstance(value, MutableMapping):
+        _refuse_objects(name, value)
         return DictPart(value)
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return ObjectPart(value)
     if OwnGenerator.fits(value):
-        return ObjectPart(OwnGenerator(value))
+        return ObjectPart(OwnGenerator(value), is_local=True)
     raise TypeError(
         f"{name} must be a module, a list of modules, an optimizer, a tensor, a random generator, "
         "a dict (for numbers and lists), or have state_dict() and load_state_dict(); "
@@ -110,6 +112,41 @@ def _refuse_expanded(name: str, module: nn.Module) -> None:
                     f"the buffer {full} of {name} is an expanded tensor, which torch cannot load: "
                     "register a .clone() of it, or give register_buffer persistent=False"
                 )
+
+
+def _refuse_unstorable(name: str, module: nn.Module) -> None:
+    """Raise TypeError for a parameter or buffer of a kind that cannot be stored."""
+    for path, owner in module.named_modules():
+        buffers = {
+            each: value
+            for each, value in owner.named_buffers(recurse=False)
+            if each not in owner._non_persistent_buffers_set
+        }
+        for own, tensor in {**dict(owner.named_parameters(recurse=False)), **buffers}.items():
+            if (kind := unstorable_kind(tensor)) is not None:
+                full = f"{path}.{own}" if path else own
+                raise TypeError(
+                    f"{full} of {name} is a {kind}, which checkpoints do not store: give "
+                    "register_buffer persistent=False, or keep it as another kind of tensor"
+                )
+
+
+def _refuse_objects(name: str, table: Mapping[Any, Any]) -> None:
+    """Raise TypeError for a dict of objects such as optimizers, whose state is not in the dict."""
+    for key, value in table.items():
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            raise TypeError(
+                f"{name}[{key!r}] is of type {type(value).__name__}: a dict is for tensors, "
+                "numbers and lists; save this object under a name of its own, such as "
+                f"{name}_{key}"
+            )
+
+
+def unstorable_kind(tensor: Tensor) -> str | None:
+    """Return what a tensor is, if its kind cannot be stored; None: it can."""
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    return str(tensor.dtype) if tensor.is_quantized else None
 
 
 class _Base:
@@ -170,6 +207,7 @@ class TensorPart(_Base):
 
     def __init__(self, value: Tensor | torch.Generator) -> None:
         self.value = value
+        self.is_local = isinstance(value, torch.Generator)
 
     def _tensor(self) -> Tensor:
         return self.value if isinstance(self.value, Tensor) else self.value.get_state()

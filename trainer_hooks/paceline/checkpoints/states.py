@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
-from paceline.checkpoints.parts import HAS_NAMES, ModulePart, StatePart
+from paceline.checkpoints.parts import HAS_NAMES, ModulePart, StatePart, unstorable_kind
 from paceline.checkpoints.storage import Checkpointer, Verified
 from paceline.checkpoints.trees import decode, encode, leaves_of, put_together
 
@@ -24,6 +24,12 @@ def capture(parts: Mapping[str, StatePart]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, part in parts.items():
         tensors, rest = part.capture()
+        for key, tensor in tensors.items():
+            if (kind := unstorable_kind(tensor)) is not None:
+                raise CheckpointError(
+                    f"{name}.{key} is a {kind}, which checkpoints do not store: leave it out of "
+                    "the state, or keep it as another kind of tensor"
+                )
         state |= {f"{name}.{key}": value for key, value in tensors.items()}
         state[_rest(name)] = encode(rest, name)
     return state

@@ -33,6 +33,7 @@ from paceline.checkpoints.memory.file import (
     sharding_of,
     view_of,
 )
+from paceline.checkpoints.parts import unstorable_kind
 
 _SPARE_BYTES = 64 * 1024  # for rests that grow
 
@@ -69,8 +70,8 @@ class CopyLayout:
         places, offset = [], 0
         for name, tensor in captures.tensors.items():
             local = local_of(tensor)
-            if type(local) is not Tensor or local.layout != torch.strided or local.is_quantized:
-                kind = type(local).__name__ if type(local) is not Tensor else local.layout
+            kind = unstorable_kind(local) if type(local) is Tensor else type(local).__name__
+            if kind is not None:
                 raise CheckpointError(f"{name} is a {kind}, which is not copied to memory")
             dtype = str(local.dtype).removeprefix("torch.")
             places.append(TensorPlace(name, dtype, tuple(local.shape), offset, sharding_of(tensor)))
