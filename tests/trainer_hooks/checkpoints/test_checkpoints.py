@@ -7,12 +7,14 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import load
@@ -675,3 +677,18 @@ def test_the_end_of_the_process_group_waits_for_the_last_save(
     ended = forked_python.run(["-c", ENDED, tmp_path, how], environment, timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert saved_checkpoints(tmp_path)[0].step == step, ended.stderr
+
+
+@pytest.mark.parametrize(("training", "expected"), [(2, 10), (120, 120), (None, 30)])
+def test_a_save_waits_for_a_rank_as_long_as_the_training(
+    tmp_path: Path, training: float | None, expected: float
+) -> None:
+    timeout = None if training is None else timedelta(minutes=training)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        group = paceline.Checkpoints(tmp_path, weight=torch.zeros(1))._checkpointer.peers.group
+        assert group is not None
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(minutes=expected)
+    finally:
+        dist.destroy_process_group()

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,8 @@ from paceline_wire.ring import ControlKind
 
 _log = logging.getLogger(__name__)
 
-# A rank that never comes to a save lets the others wait for it for so long, in their threads.
+# A rank that never comes to a save lets the others wait for it for so long at least, in their
+# threads.
 _TIMEOUT = timedelta(minutes=10)
 # Optimizer steps without a loop that has the state. A script may make a few before its loop, for
 # example to create the optimizer's state.
@@ -576,12 +578,25 @@ def _new_group() -> dist.ProcessGroup | None:
     Raises ValueError if the process group of the other ranks does not exist yet.
     """
     if dist.is_available() and dist.is_initialized():
-        group = dist.new_group(backend="gloo", timeout=_TIMEOUT, group_desc="checkpoints")
+        group = dist.new_group(backend="gloo", timeout=_timeout(), group_desc="checkpoints")
         assert isinstance(group, dist.ProcessGroup), "all ranks are members"
         return group
     if launched_world_size() > 1:
         raise ValueError("create paceline.Checkpoints after torch.distributed.init_process_group")
     return None
+
+
+def _timeout() -> timedelta:
+    """Return how long a save waits for a rank: as long as the training, in which one may evaluate.
+
+    After a timeout nothing more can be saved.
+    """
+    timeouts, world = [_TIMEOUT], dist.group.WORLD
+    assert world is not None, "checked before"
+    for device in world._device_types:
+        with suppress(AttributeError, RuntimeError):  # backends of others need not have options
+            timeouts.append(world._get_backend(device).options._timeout)
+    return max(timeouts)
 
 
 def _report_no_copies(reason: str, *, is_incident: bool) -> None:
