@@ -124,6 +124,7 @@ def test_a_second_init_changes_nothing(tmp_path: Path) -> None:
         ("raise SystemExit('config mismatch')", "failed"),
         ("import sys; sys.exit(3)", "failed"),
         ("import sys; sys.exit()", "finished"),
+        ("import sys\nfor _ in paceline.steps([0]): sys.exit(3)", "failed"),
         ("exit(3)", "failed"),
         ("raise ValueError('diverged')", "failed"),
         ("import sys; print('a warning', file=sys.stderr)", "finished"),

@@ -922,6 +922,11 @@ def _fail(ending: Ending) -> None:
     _stop()
 
 
+def exits_with_error() -> bool:
+    """Return whether a `SystemExit` ends this process with an error; known if it is recorded."""
+    return _session is not None and _session.exit_ending() is not None
+
+
 def stopping() -> None:
     """Show that a signal arrived after which the script ends in good order. For its handler."""
     session = _session

@@ -61,7 +61,8 @@ class SystemExitWatch:
         that."""
         if self._text and not self._text.startswith(_UNRAISABLE):
             return ending_of(SystemExit(self._text))
-        if self._exit is not None and self._exit[1] == self._completed_steps():
+        # A step that the call interrupts is dropped, so that there may be fewer afterwards.
+        if self._exit is not None and (self._completed_steps() or 0) <= (self._exit[1] or 0):
             return self._exit[0]
         return None
 

@@ -137,6 +137,7 @@ def test_copies_are_deleted_when_the_training_is_complete(tmp_path: Path, root: 
 
 SCRIPT = """
 import sys, time, torch, paceline
+paceline.init()
 weight = torch.zeros(3)
 state = paceline.Checkpoints(sys.argv[1], every=0, weight=weight)
 for number in paceline.steps(range(9), state=state):
@@ -144,15 +145,22 @@ for number in paceline.steps(range(9), state=state):
         time.sleep(0.001)
     if number == 7 and sys.argv[2] == "fail":
         raise RuntimeError("broken")
+    if number == 7 and sys.argv[2] == "exit":
+        sys.exit(1)
 print(state.resumed_from, state.resumed_step)
 """
 
 
-def test_copies_are_kept_if_an_error_ends_the_training(tmp_path: Path, root: Path) -> None:
+@pytest.mark.parametrize("error", ["fail", "exit"])
+def test_copies_are_kept_if_an_error_ends_the_training(
+    tmp_path: Path, root: Path, error: str
+) -> None:
     def run(how: str) -> str:
-        return forked_python.run(["-c", SCRIPT, tmp_path / "saved", how], os.environ).stdout
+        environment = os.environ | {"PACELINE_RING_DIRECTORY": str(tmp_path / "rings")}
+        return forked_python.run(["-c", SCRIPT, tmp_path / "saved", how], environment).stdout
 
-    assert run("fail") == ""
+    (tmp_path / "rings").mkdir()
+    assert run(error) == ""
     assert len(list(root.glob("*/*.copy"))) > 0
     assert run("end") == "memory 7\n"
     assert list(root.iterdir()) == []

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline import hooks
 from paceline.agreement import RankStore, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
@@ -610,7 +611,8 @@ def end_dropped() -> None:
 
 def _has_failed() -> bool:
     """Return whether an error ends the process."""
-    return sys.exc_info()[1] is not None or hasattr(sys, "last_value")
+    is_error = sys.exc_info()[1] is not None or hasattr(sys, "last_value")
+    return is_error or hooks.exits_with_error()
 
 
 def _answer_of(connection: PeerConnection) -> Reply:
