@@ -74,6 +74,21 @@ def test_available_memory_is_below_what_the_file_system_has(tmp_path: Path) -> N
     assert 0 < available_bytes(tmp_path) <= space.f_bavail * space.f_frsize
 
 
+def test_a_rank_that_ends_first_leaves_the_copies_of_others(tmp_path: Path) -> None:
+    directory = CopyDirectory(tmp_path, "run")
+    ended, others = (1, 2), 4
+    for rank in (*ended, others):
+        directory.file(CopyName(3, 40, rank)).touch()
+        directory.file(CopyName(2, 30, rank)).touch()
+    for pid in (os.getpid(), os.getppid()):
+        (directory.path / f"g00000003.r000004.{pid}.0-0.part").touch()
+    directory.remove(3, ended)
+    assert directory.copies() == [CopyName(3, 40, others)]
+    assert [path.name.split(".")[2] for path in directory.path.glob("*.part")] == [
+        str(os.getppid())
+    ]
+
+
 def test_ranks_of_a_node_may_remove_it_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,9 +97,9 @@ def test_ranks_of_a_node_may_remove_it_at_the_same_time(
 
     def scan_late(path: Path) -> object:
         monkeypatch.setattr(os, "scandir", scan)
-        other.remove(1)
+        other.remove(1, {1})
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", scan_late)
-    own.remove(1)
+    own.remove(1, {0})
     assert not own.path.exists()

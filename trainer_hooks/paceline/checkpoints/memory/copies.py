@@ -72,8 +72,9 @@ LONGEST_PAUSE_SECONDS = 300.0  # after failed transfers
 _CLOSE_SECONDS = 2.0
 _NOTHING_LIVE: LiveTensors = {}  # if nothing is deferred
 _awaited: list[CopySlot] = []  # whose memory is not freed, because a GPU that hangs may write to it
-# Trainings of which the script has dropped the state: directory and generation of their copies.
-_dropped: list[tuple[CopyDirectory, int]] = []
+# Trainings of which the script has dropped the state: directory, generation and ranks of their
+# copies.
+_dropped: list[tuple[CopyDirectory, int, frozenset[int]]] = []
 
 
 class _RankNode(NamedTuple):
@@ -559,7 +560,12 @@ class MemoryCopies:
         self._end_threads()
         self._worker.join(_CLOSE_SECONDS)
         if remove:
-            self._directory.remove(self._generation)
+            self._directory.remove(self._generation, self._ranks)
+
+    @property
+    def _ranks(self) -> frozenset[int]:
+        """The ranks whose copies this process makes or holds."""
+        return self._held.ranks | {self._rank}
 
     def _end_threads(self) -> None:
         self._closed.set()
@@ -591,16 +597,16 @@ class MemoryCopies:
         self._end_threads()
         self._directory.delete_parts(self._generation, os.getpid())
         if is_complete:
-            _dropped.append((self._directory, self._generation))
+            _dropped.append((self._directory, self._generation, self._ranks))
 
 
 def _remove_dropped(run: str = "") -> None:
     """Delete the copies of trainings that the script has dropped, but of this run."""
     for each in list(_dropped):
-        directory, generation = each
+        directory, generation, ranks = each
         if directory.run != run:
             _dropped.remove(each)
-            directory.remove(generation)
+            directory.remove(generation, ranks)
 
 
 def end_dropped() -> None:

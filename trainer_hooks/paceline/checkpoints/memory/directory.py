@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,15 +85,28 @@ class CopyDirectory:
         for path in self._find(f"g{generation:08}.r*.{pid}.*.part"):
             path.unlink(missing_ok=True)
 
-    def remove(self, generation: int) -> None:
-        """Delete the files of this and older generations, and the directory with the last one."""
-        self.delete(lambda name: name.generation <= generation)
+    def remove(self, generation: int, ranks: Container[int]) -> None:
+        """Delete what a process has in this generation, all of older ones, and the directory last.
+
+        Other ranks of the node may still write their last copy.
+
+        Args:
+            generation: of the training that has ended.
+            ranks: those whose copies this process has made or held.
+        """
+        self.delete(
+            lambda name: (
+                name.generation < generation
+                or (name.generation == generation and name.rank in ranks)
+            )
+        )
         for path in self._find("*.part"):
-            if int(path.name.split(".")[0][1:]) <= generation:
+            if int(path.name.split(".")[0][1:]) < generation:
                 path.unlink(missing_ok=True)
+        self.delete_parts(generation, os.getpid())
         try:
             self.path.rmdir()
-        except OSError:  # a newer generation uses it, or another rank was faster
+        except OSError:  # a newer generation or another rank uses it, or that was faster
             return
 
     def _find(self, pattern: str) -> list[Path]:

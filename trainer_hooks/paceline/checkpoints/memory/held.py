@@ -52,7 +52,7 @@ class HeldCopies:
         """
         self._directory = directory
         self._generation = generation
-        self._ranks = ranks
+        self.ranks = ranks
         self._memory = memory
         self._closed = closed
         self._is_off = False
@@ -78,7 +78,7 @@ class HeldCopies:
             raise CheckpointError("a reply without a request")
 
     def _take(self, connection: PeerConnection, record: CopyRecord) -> None:
-        if record.rank not in self._ranks or record.generation != self._generation:
+        if record.rank not in self.ranks or record.generation != self._generation:
             connection.send(Reply("this rank does not hold such copies"))
             return
         with self._locks[record.rank]:
