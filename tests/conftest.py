@@ -1,4 +1,5 @@
 """Order of the test files: the longest ones start first. No garbage collection of collected tests.
+No test of Hypothesis depends on wall time.
 
 `make unit` gives whole files to parallel processes. A long file that starts last would run alone
 while the other processes are idle.
@@ -11,8 +12,14 @@ import os
 from collections.abc import Generator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from paceline_wire.local_token import STATE_DIRECTORY
+
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 # By wall time, longest first. Names, not paths, so that a moved file keeps its position.
 LONGEST = (

@@ -53,8 +53,7 @@ def edited(seed: bytes, changes: list[tuple[str, float, bytes]]) -> bytes:
 
 @settings(
     max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_any_input_is_read_or_refused(target: FuzzTarget, data: st.DataObject) -> None:

@@ -10,7 +10,7 @@ from itertools import chain
 import msgspec
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline_wire import batch as wire
@@ -142,26 +142,22 @@ def reason(payload: bytes) -> str:
     return caught.value.reason
 
 
-@settings(deadline=None)
 @given(batches)
 def test_a_batch_is_decoded_as_it_was_encoded(batch: Batch) -> None:
     assert decode(encode(batch)) == batch
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=400))
 def test_noise_is_refused_with_a_reason(noise: bytes) -> None:
     assert reason(noise) in {"compression", "malformed"}
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=400))
 def test_noise_inside_a_valid_frame_is_refused(noise: bytes) -> None:
     payload = wire.pack_content(noise)
     assert reason(payload) in {"malformed", "version", "compression"}
 
 
-@settings(deadline=None)
 @given(batches, st.data())
 def test_a_truncated_batch_is_refused(batch: Batch, data: st.DataObject) -> None:
     payload = encode(batch)
@@ -169,7 +165,6 @@ def test_a_truncated_batch_is_refused(batch: Batch, data: st.DataObject) -> None
     assert reason(payload[:length]) == "compression"
 
 
-@settings(deadline=None)
 @given(batches, st.data())
 def test_a_flipped_bit_is_refused_or_still_a_batch(batch: Batch, data: st.DataObject) -> None:
     payload = bytearray(encode(batch))
@@ -179,7 +174,6 @@ def test_a_flipped_bit_is_refused_or_still_a_batch(batch: Batch, data: st.DataOb
         assert isinstance(decode(bytes(payload)), Batch)
 
 
-@settings(deadline=None)
 @given(batches, st.lists(sample_blocks, max_size=3))
 def test_values_in_blocks_are_decoded_as_samples(batch: Batch, blocks: list[SampleBlock]) -> None:
     samples = [*batch.samples, *chain.from_iterable(block.samples() for block in blocks)]

@@ -38,7 +38,7 @@ from paceline_wire.topology import Coordinates, Topology
 
 from .conftest import CAPACITY
 
-reuse = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+reuse = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def test_a_ring_is_private_unless_its_directory_sets_a_group(

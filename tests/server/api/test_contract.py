@@ -58,7 +58,6 @@ def session(server: RunningServer) -> Iterator[requests.Session]:
     max_examples=10,
     derandomize=True,
     database=None,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

@@ -88,7 +88,7 @@ def live_through(events: list[Event], mode: Mode, nodes: int) -> World:
     return world
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     EVENTS, st.sampled_from(["auto", "auto", "approve", "dry-run", "observe"]), st.integers(4, 6)
 )
@@ -114,7 +114,7 @@ def is_at_rest(world: World) -> bool:
     return world.state in ENDED and not any(one.processes for one in obedient)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(EVENTS)
 def test_after_all_faults_are_gone_the_job_runs_or_has_ended(events: list[Event]) -> None:
     world = live_through(events, "auto", 5)
@@ -126,7 +126,7 @@ def test_after_all_faults_are_gone_the_job_runs_or_has_ended(events: list[Event]
     world.until(lambda: is_at_rest(world), seconds=400)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(EVENTS)
 def test_a_stop_is_always_obeyed(events: list[Event]) -> None:
     world = live_through(events, "auto", 5)
@@ -137,7 +137,7 @@ def test_a_stop_is_always_obeyed(events: list[Event]) -> None:
     assert unreachable or not world.processes()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(EVENTS)
 def test_the_same_input_gives_the_same_decision(events: list[Event]) -> None:
     """A worker may crash before the commit and decide again."""

@@ -30,7 +30,7 @@ INCIDENT = {
     "seed": st.integers(0, 2**20),
     "active_only": st.booleans(),
 }
-several = settings(max_examples=120, deadline=None, derandomize=True)
+several = settings(max_examples=120, derandomize=True)
 
 
 def judged(job: Job, without: frozenset[int] = frozenset(), **how: bool) -> HangReport:

@@ -38,7 +38,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(PLAIN, st.integers(2, pickle.HIGHEST_PROTOCOL))
 def test_plain_data_is_read_as_python_reads_it(value: Any, protocol: int) -> None:
     # Below protocol 3, Python writes a bytes object as a call, which must be rejected.
@@ -148,7 +148,7 @@ def test_a_huge_memo_index_costs_nothing() -> None:
     assert plain_pickle.load(b"K\x01r\xff\xff\xff\xff.") == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200))
 def test_any_bytes_end_in_plain_data_or_in_our_own_error(data: bytes) -> None:
     with contextlib.suppress(FlightRecorderError):

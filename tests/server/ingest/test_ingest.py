@@ -26,8 +26,7 @@ from paceline_wire.batch import Batch, RankStarted, Sample
 
 PATIENT = settings(
     max_examples=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

@@ -137,7 +137,7 @@ def training(own: list[tuple[int, ...]]) -> list[range]:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(step, rows), min_size=4, max_size=4),
     st.sampled_from([1, 5, SPANS_AT_A_TIME]),

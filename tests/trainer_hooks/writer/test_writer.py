@@ -135,7 +135,7 @@ CALLS = st.tuples(st.sampled_from(NAMES), st.tuples(*[WORD] * 7))
 
 
 @built
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(CALLS, max_size=60))
 def test_c_and_python_write_the_same_words(calls: list[tuple[str, tuple[int, ...]]]) -> None:
     native, reference = Implementation(writer), Implementation(pure_python)

@@ -769,7 +769,7 @@ WORDS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=12)), max_size=8).map("".join))
 def test_no_line_can_break_it(line: str) -> None:
     parse([line, line * 50], 1)

@@ -48,7 +48,7 @@ def events_of_file(path: Path) -> list[KernelEvent]:
     return found + events_of([line.text for line in log.last_line()], recognizer)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from([*MESSAGES, *NOISE]), max_size=40), st.booleans())
 def test_skipping_lines_changes_no_event(
     tmp_path_factory: pytest.TempPathFactory, messages: list[str], raw: bool
