@@ -422,6 +422,12 @@ def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
         paceline.Checkpoints(tmp_path, position=Counter())
 
 
+def test_a_part_with_the_name_of_an_argument_is_refused(tmp_path: Path) -> None:
+    queue: Any = torch.zeros(3)
+    with pytest.raises(ValueError, match="of type Tensor: a part of the state needs another name"):
+        paceline.Checkpoints(tmp_path, memory=queue)
+
+
 def test_objects_in_a_dict_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizers = {"generator": torch.optim.SGD(model.parameters())}

@@ -211,6 +211,21 @@ def test_a_write_error_gives_no_checkpoint_and_no_crash(
     assert loaded(opened(1)) == (12, {12.0})
 
 
+def test_a_peer_that_dies_during_a_save_is_one_sentence(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+
+    checkpointer = opened()
+    monkeypatch.setattr(checkpointer.peers, "first", fail)
+    checkpointer.save(4, state(4.0))
+    assert not checkpointer.wait()
+    [record] = caplog.records
+    assert "of step 4 was not committed: Connection closed by" in record.getMessage()
+    assert not record.exc_info
+
+
 def test_an_error_after_the_commit_deletes_no_checkpoint(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,8 +104,11 @@ class Checkpoints:
         """
         if every is not None and every < 0:
             raise ValueError(f"every must be a number of steps of at least 0, got {every}")
-        if memory not in (True, False, "auto"):
-            raise ValueError(f'memory must be True, False or "auto", got {memory!r}')
+        if not isinstance(memory, int | str) or memory not in (True, False, "auto"):
+            raise ValueError(
+                f'memory must be True, False or "auto", got a value of type '
+                f"{type(memory).__name__}: a part of the state needs another name"
+            )
         if _POSITION in state:
             raise ValueError(f"the name {_POSITION!r} is Paceline's own: choose another one")
         hooks.start_if_asked()

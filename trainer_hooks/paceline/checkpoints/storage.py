@@ -295,7 +295,13 @@ class Checkpointer:
             )
         except Exception as error:  # training continues, whatever ends a save
             failure = self._broken = f"{reason_of(error)} (rank {self.peers.rank})"
-            _log.exception("The checkpoint of step %d was not committed.", step)
+            is_lost_peer = isinstance(error, RuntimeError)  # torch's, of a rank that has died
+            _log.error(
+                "The checkpoint of step %d was not committed: %s.",
+                step,
+                failure,
+                exc_info=not is_lost_peer,
+            )
         else:
             if failure and self.peers.rank == 0:
                 _log.error("The checkpoint of step %d was not committed: %s.", step, failure)
