@@ -11,6 +11,7 @@ from fastapi import Depends, Query, Request
 from sqlalchemy.orm import Session
 
 from paceline_server.api.condition import AsOf
+from paceline_server.api.dump_analyses import DumpAnalyses
 from paceline_server.api.pending import PendingCommands
 from paceline_server.api.problems import ProblemError
 from paceline_server.api.what_if import WhatIfCache
@@ -43,6 +44,7 @@ class Parts:
     ping_seconds: float = PING_SECONDS
     heartbeat_seconds: float = field(default=10.0)
     what_ifs: WhatIfCache = field(default_factory=WhatIfCache)
+    dump_analyses: DumpAnalyses = field(default_factory=DumpAnalyses)
 
     def as_of(self) -> AsOf:
         """Return the current time, for resources that depend on it."""

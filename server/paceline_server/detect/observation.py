@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.telemetry import Telemetry
-from paceline_server.flight_recorder.received import Received
 from paceline_server.steps.groups import Groups
 from paceline_server.steps.timing import StepTiming
 from paceline_server.steps.types import StepSummary, UsualStep
 from paceline_server.whatif.online import RunReplay
-from paceline_wire.batch import DeviceEvent, RankExited, RankStackTraces, RankState
+from paceline_wire.batch import DeviceEvent, RankDump, RankExited, RankStackTraces, RankState
 from paceline_wire.ring import StateView
 from paceline_wire.topology import Topology
 
@@ -183,7 +182,7 @@ class Observation:
     metadata: Mapping[str, str] = field(default_factory=dict)  # schedule, microbatches, ...
     records: RecentRecords | None = None  # newest records of each rank
     stacks: Mapping[int, RankStackTraces] = field(default_factory=dict)  # newest of each rank
-    dumps: Mapping[int, Received] = field(default_factory=dict)  # newest of each rank
+    dumps: Mapping[int, RankDump] = field(default_factory=dict)  # newest of each rank
     stragglers: frozenset[int] = frozenset()  # reported by earlier detectors of this tick
     # by agent_id: how much longer the delivery of its newest batch took than that of its fastest
     # one

@@ -31,8 +31,6 @@ from paceline_server.engine.clocks import ReportedTime
 from paceline_server.engine.losses import LossJoin
 from paceline_server.engine.reported_topology import ReportedTopology, may_replace
 from paceline_server.engine.types import Placement, RankProgress
-from paceline_server.flight_recorder import received
-from paceline_server.flight_recorder.received import Received
 from paceline_server.policy import Policy
 from paceline_server.steps.efficiency import MeasuredStep, efficiency
 from paceline_server.steps.first_steps import FirstSteps
@@ -102,7 +100,7 @@ class RunningGeneration:
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
         self._stacks: dict[int, RankStackTraces] = {}
-        self._dumps: dict[int, Received] = {}
+        self._dumps: dict[int, RankDump] = {}
         self._records = RecentRecords(placement.topology.world_size)
         self.attached: dict[str, ReportedTime] = {}  # by node: when its first rank attached
         self._exit_times: dict[int, ReportedTime] = {}
@@ -143,7 +141,7 @@ class RunningGeneration:
                         self._add_exit(event, batch.agent_id, received_ns, clock_shift_ns)
                 case RankDump():
                     if self._is_ours(event, batch.agent_id):
-                        self._dumps[event.rank] = received.read(event)
+                        self._dumps[event.rank] = event
                 case RankStackTraces():
                     if self._is_ours(event, batch.agent_id):
                         self._add_stacks(event)

@@ -5,6 +5,8 @@ from simulated_job import DP, TP, SimulatedJob
 from stuck_job import StuckJob, make_all_wait_for, resume
 
 from paceline_server.detect.finding import Finding
+from paceline_server.flight_recorder import received
+from paceline_wire import dumps
 from paceline_wire.batch import RankDefined, RankDump, RankStackTraces, Sample
 from paceline_wire.ring import SectionDefinition, section_op
 from paceline_wire.spans import Op
@@ -440,10 +442,15 @@ def test_stacks_of_an_earlier_hang_are_not_reported_again():
     assert not found.stacks
 
 
-def send_dump(stuck: StuckJob, rank: int, error: str) -> None:
+def send_dump(stuck: StuckJob, rank: int, error: str | None = None, content: bytes = b"") -> None:
     job = stuck.job
     reported = RankDump(
-        time_ns=job.now_ns, job="job-simulated", generation=0, rank=rank, error=error
+        time_ns=job.now_ns,
+        job="job-simulated",
+        generation=0,
+        rank=rank,
+        content=content,
+        error=error,
     )
     job.engine.feed(job.batch(job.node(rank), events=[reported]), job.now_ns)
 
@@ -461,6 +468,24 @@ def test_the_flight_recorder_result_is_reported_when_all_ranks_have_answered():
     assert reported.dumps_reported
     assert reported.evidence[-1].text == "No Flight Recorder dump: its environment offers none."
     assert stuck.wait(5) == []  # reported once
+
+
+def test_dumps_that_were_not_asked_for_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compromised agent could send thousands that take a minute each, and stop all diagnosis."""
+    read = []
+    monkeypatch.setattr(received, "load", lambda content: read.append(content) or {})
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    for _ in range(100):
+        send_dump(stuck, 2, content=dumps.pack(b"hostile"))
+    stuck.wait(0.5)
+    assert read == []
+    stuck.wait(3)
+    for rank in stuck.job.ranks:
+        send_dump(stuck, rank, content=dumps.pack(b"hostile"))
+    [reported] = stuck.wait(0.5)
+    assert reported.dumps_reported
+    assert len(read) == len(stuck.job.ranks)
 
 
 def test_missing_dumps_do_not_delay_the_report_forever():

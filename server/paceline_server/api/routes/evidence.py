@@ -11,12 +11,11 @@ from sqlalchemy.orm import Session
 
 from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Operator, viewer
-from paceline_server.api.dependencies import PartsDep, ReadDep
+from paceline_server.api.dependencies import Parts, PartsDep, ReadDep
 from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.api.routes.jobs import find
 from paceline_server.api.times import time_of
 from paceline_server.decide.types import AuditEntry
-from paceline_server.flight_recorder.received import conclude, read
 from paceline_server.store import audit, models, queries, rank_evidence
 from paceline_server.store.log import FINISHED
 from paceline_wire.commands import TakeDumps, TakeStacks
@@ -69,11 +68,12 @@ def get_stacks(job_id: str, rank: RankNumber, session: ReadDep) -> schemas.RankS
 def take_dumps(job_id: str, parts: PartsDep, caller: Operator) -> schemas.FlightRecorder:
     """Request a Flight Recorder dump of every rank. GET returns the analysis."""
     now_ns = parts.now_ns()
+    with parts.database.read() as session:
+        known = _flight_recorder(parts, session, find(session, job_id))
     with parts.database.write() as session:
         job = find(session, job_id)
         ranks = _alive(job, queries.ranks(session, job_id))
         _request(session, job, ranks, TakeDumps, caller.name, "all ranks", now_ns)
-        known = _flight_recorder(session, job)
     parts.signals.commands.notify()
     return known
 
@@ -84,9 +84,9 @@ def take_dumps(job_id: str, parts: PartsDep, caller: Operator) -> schemas.Flight
     response_model=schemas.FlightRecorder,
     responses=_READ,
 )
-def get_dumps(job_id: str, session: ReadDep) -> schemas.FlightRecorder:
+def get_dumps(job_id: str, parts: PartsDep, session: ReadDep) -> schemas.FlightRecorder:
     """Analyze the newest dumps of the current generation; see docs/flight-recorder.md."""
-    return _flight_recorder(session, find(session, job_id))
+    return _flight_recorder(parts, session, find(session, job_id))
 
 
 def _rank(session: Session, job_id: str, rank: int) -> models.RankRow:
@@ -121,10 +121,10 @@ def _request(
     session.flush()
 
 
-def _flight_recorder(session: Session, job: models.JobRow) -> schemas.FlightRecorder:
+def _flight_recorder(parts: Parts, session: Session, job: models.JobRow) -> schemas.FlightRecorder:
     dumps = rank_evidence.newest_dumps(session, job.id, job.generation)
-    received = {dump.event.rank: read(dump.event) for dump in dumps}
-    report, text = conclude(received, range(job.topology.world_size))
+    expected = range(job.topology.world_size)
+    received, report, text = parts.dump_analyses.analyze(job.id, dumps, expected)
     return schemas.FlightRecorder(
         job_id=job.id,
         generation=job.generation,

@@ -65,9 +65,9 @@ from paceline_server.detect.kinds import HANG, Kind, Severity
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.recent import p99_seconds
-from paceline_server.flight_recorder.received import Received, conclude
+from paceline_server.flight_recorder.received import conclude, read
 from paceline_server.policy import Policy
-from paceline_wire.batch import RankStackTraces
+from paceline_wire.batch import RankDump, RankStackTraces
 from paceline_wire.ring import StateView
 from paceline_wire.spans import SECTION_BASE, Op
 from paceline_wire.stacks import StackFrame
@@ -124,7 +124,7 @@ class HangDetector(Detector):
         self._limit: float | None = None  # seconds until the active information is a hang
         self._cache = _Cache()
         self._earlier_stacks: dict[int, RankStackTraces] = {}  # read before this hang
-        self._earlier_dumps: dict[int, Received] = {}
+        self._earlier_dumps: dict[int, RankDump] = {}
         self._frame: StackFrame | None = None  # in the active finding's summary
         self._detected_ns = 0
         self._frozen_since_ns = 0
@@ -602,7 +602,8 @@ class HangDetector(Detector):
         is_timeout = observation.now_ns - self._detected_ns >= DUMP_TIMEOUT_NS
         if not new or (expected - new.keys() and not is_timeout):
             return []
-        report, text = conclude(new, expected)
+        # Only now, because a dump of a hostile script takes long to read.
+        report, text = conclude({rank: read(dump) for rank, dump in new.items()}, expected)
         agrees = report is None or not report.culprits or set(report.culprits) & set(active.ranks)
         line = [Evidence(text)]
         self._active = msgspec.structs.replace(
