@@ -296,3 +296,11 @@ def test_an_exit_because_of_a_failed_checkpoint_says_so(job, is_same):
     because = "because a checkpoint could not be saved: No space left on device"
     assert (because in found.summary) is is_same
     assert error in found.summary
+
+
+@pytest.mark.timeout(60)
+def test_a_line_that_a_script_made_up_takes_no_time():
+    """A search that took minutes for each exit would stop the diagnosis of all jobs."""
+    hostile = "NCCL error in: a, " * 900
+    log = f"Traceback (most recent call last):\n{hostile}"
+    assert error_line(log).startswith("NCCL error in: a, ")

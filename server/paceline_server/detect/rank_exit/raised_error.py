@@ -32,8 +32,8 @@ _OWN = re.compile(
     r"|dataloader timed out|processgroupgloo::\w+: ",
     re.IGNORECASE,
 )
-# The line after "Last error:" says what it was.
-_NCCL_ERROR = re.compile(r"(.*NCCL error) in: \S+, (.*), NCCL version.*")
+# The line after "Last error:" says what it was. Without `.*` in front: a script can write any line.
+_NCCL_ERROR = re.compile(r"(NCCL error) in: \S+, (.*), NCCL version.*")
 _NCCL_DETAIL = "Last error:"
 _MISMATCH = re.compile(r"Received data size doesn't match expected size")
 # torch.utils.data reports a worker that died; it may notice that by a broken connection.
