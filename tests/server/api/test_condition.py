@@ -142,6 +142,11 @@ def test_a_standstill_is_shown_with_what_each_rank_does_until_a_hang_is_found(
     assert verdict["text"] == (
         "No progress for 33 s: rank 0 in checkpoint, rank 1 in all_reduce world#7."
     )
+    put(server, incident(job_id, "rank 0 keeps the job waiting", "info", 0.0, "hang"))
+    waits = get(client, job_id)["verdict"]
+    assert (waits["kind"], waits["incident_id"]) == ("standstill", "rank 0 keeps the job waiting")
+    assert waits["text"] == f"{verdict['text']} rank 0 keeps the job waiting."
+    change(server, IncidentRow, "rank 0 keeps the job waiting", state="resolved")
     change(server, JobRow, job_id, step_seconds=5.0)
     assert get(client, job_id)["verdict"]["kind"] == "host_noise"
     change(server, JobRow, job_id, step_seconds=0.5)
