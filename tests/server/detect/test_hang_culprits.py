@@ -173,7 +173,7 @@ def test_a_skipped_collective_names_the_rank_that_skipped_it() -> None:
     assert (found.rank, found.side) == (1, "mismatch")
     assert found.cause == "mismatched collective: collectives of tp left out or overtaken"
     texts = " ".join(each.text for each in found.evidence)
-    assert "rank 1 entered 1 fewer collectives of tp than at this point" in texts
+    assert "rank 1 entered 1 fewer collective of tp than at this point" in texts
 
 
 def test_two_stopped_hosts_are_both_named() -> None:

@@ -280,7 +280,7 @@ def _cycle_cause(culprits: Culprits, observation: Observation) -> str:
 def _departure_evidence(rank: int, culprits: Culprits, observation: Observation) -> list[Evidence]:
     lines = []
     for channel, difference in culprits.departures.get(rank, {}).items():
-        name = _channel_text(channel, observation)
+        name = _channel_text(channel, observation, is_one=abs(difference) == 1)
         entered = f"entered another operation or size in the {name}"
         if difference:
             more = "fewer" if difference < 0 else "more"
@@ -289,10 +289,15 @@ def _departure_evidence(rank: int, culprits: Culprits, observation: Observation)
     return lines
 
 
-def _channel_text(channel: ProgramChannel, observation: Observation) -> str:
+def _channel_text(
+    channel: ProgramChannel, observation: Observation, *, is_one: bool = False
+) -> str:
+    plural = "" if is_one else "s"
     if channel.kind == "group":
-        return f"collectives of {observation.groups.name_of(channel.number)}"
-    return f"{'sends to' if channel.kind == 'send' else 'receives from'} rank {channel.number}"
+        return f"collective{plural} of {observation.groups.name_of(channel.number)}"
+    if channel.kind == "send":
+        return f"send{plural} to rank {channel.number}"
+    return f"receive{plural} from rank {channel.number}"
 
 
 def _entered_text(
