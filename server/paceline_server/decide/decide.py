@@ -165,12 +165,14 @@ def _end_if_dead(draft: Draft) -> None:
     incidents = draft.incidents()
     critical = [incident for incident in incidents if incident.finding.severity == "critical"]
     rejected = bool(critical) and all(incident.action_ids for incident in critical)
-    fatal = [incident.finding for incident in incidents if is_fatal(incident.finding)]
-    was_requested = {finding.cause for finding in fatal} == {STOPPED_ON_REQUEST}
-    if draft.policy.mode in NEVER_ACTS and was_requested:
+    findings = [incident.finding for incident in incidents]
+    fatal = [finding for finding in findings if is_fatal(finding)]
+    requested = [finding for finding in findings if finding.cause == STOPPED_ON_REQUEST]
+    is_interrupted = bool(requested) and not fatal  # by Ctrl-C: nothing is to be repaired
+    if is_interrupted or (draft.policy.mode in NEVER_ACTS and requested and fatal == requested):
         for incident in incidents:
             resolve(draft, incident, "The job was stopped.")
-        draft.change_state("stopped", fatal[0].summary)
+        draft.change_state("stopped", requested[0].summary)
     elif draft.policy.mode in NEVER_ACTS or rejected:
         resolve_information(draft)
         draft.change_state("failed", "All ranks have exited and will not be restarted.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from paceline_server.policy import Policy
+from paceline_server.policy import Mode, Policy
 
 from .simulator import World
 
@@ -98,6 +98,22 @@ def test_a_watched_job_whose_agents_are_shut_down_was_stopped(
         world.crash(rank)
     world.run(1.0, (world._fatal("failure", "stopped on request", None, "node-0"),))
     world.until(lambda: world.state == "stopped")
+    assert not world.open_incidents()
+
+
+@pytest.mark.parametrize("mode", ["observe", "approve", "auto"])
+def test_a_job_that_a_person_interrupts_was_stopped_and_is_not_repaired(
+    world: World, mode: Mode
+) -> None:
+    world.policy = Policy(mode=mode)
+    world.detects = False
+    actions = len(world.actions)
+    for rank in range(8):
+        world._exited(rank, exit_code=1, launcher_signal=2)
+    fatal = world._fatal("failure", "stopped on request", None, "node-0")
+    world.run(1.0, (replace(fatal, severity="info"),))
+    world.until(lambda: world.state == "stopped")
+    assert len(world.actions) == actions
     assert not world.open_incidents()
 
 

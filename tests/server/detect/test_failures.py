@@ -324,6 +324,7 @@ def test_ranks_whose_torchrun_was_asked_to_end_were_stopped_whatever_they_did_th
     [found] = all_nodes_report(job)
     assert (found.cause, found.rank, found.node) == ("stopped on request", None, None)
     assert found.summary == "All 8 ranks were stopped on request: torchrun received SIGTERM."
+    assert found.severity == "critical"
 
 
 def test_ranks_that_take_longer_to_end_on_request_are_named_as_soon_as_the_last_has_ended(job):
@@ -334,6 +335,7 @@ def test_ranks_that_take_longer_to_end_on_request_are_named_as_soon_as_the_last_
     drain(job, 0, 1, 2, 4, 5, 6, 7, signal=2, launcher_signal=2)
     [found] = tick(job)
     assert found.summary == "All 8 ranks were stopped on request: torchrun received SIGINT."
+    assert (found.severity, found.advice) == ("info", None)
 
 
 @pytest.mark.parametrize(("seconds", "culprit"), [(1, None), (-60, 5)])

@@ -492,11 +492,13 @@ class ExitDetector(Detector):
             self.finding(
                 "failure:exit",
                 cause=STOPPED_ON_REQUEST,
+                # Ctrl-C is of a person, who knows it.
+                severity="info" if number == signal.SIGINT else "critical",
                 summary=f"{subject} {verb} stopped on request: {why}.",
                 now_ns=observation.now_ns,
                 ranks=ranks,
                 can_checkpoint=False,
-                advice=None if number is None else _ALL_KILLED_ADVICE,
+                advice=None if number in (None, signal.SIGINT) else _ALL_KILLED_ADVICE,
                 evidence=[Evidence(f"{evidence}: {', '.join(nodes)}"), *self._followers(ranks)],
                 follows=HANG.name if _is_hung(observation) else None,
             )
