@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import median
+from statistics import median, median_low
 
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.telemetry import MetricSeries
@@ -21,6 +21,8 @@ LEAST_SHARE = 0.1
 OF_PRESSURE = 0.5
 USUAL_SECONDS = 60.0  # before an onset
 ONSET_NS = 3_000_000_000  # what is sampled may have changed as long before the onset
+# Ranks are sampled every two seconds: then one interval is after the onset.
+SAMPLED_NS = 2_000_000_000
 # Schedulers even out over this time, so that differences between ranks shrink with its multiples.
 _EVENS_OUT_SECONDS = 5.0
 
@@ -35,6 +37,28 @@ def cpu_wait_share(
     since_ns = observation.now_ns - RECENT_NS
     shares = [series.rate_since(since_ns) for series in _waits(observation, generation, ranks)]
     return _median_share(shares)
+
+
+def wait_share_since(
+    observation: Observation,
+    generation: Generation,
+    onset_ns: int,
+    ranks: Iterable[int] | None = None,
+) -> float | None:
+    """Return the same share, or that of the time since `onset_ns` if it is larger.
+
+    The host may have become busy then, of which recent time has little. Of two ranks, the one that
+    waits less counts for that: the other one may have lost its CPU. Infinite as long as the time
+    since then is not sampled, but not for longer than that recent time.
+    """
+    recent = cpu_wait_share(observation, generation, ranks)
+    if recent is None or observation.now_ns - onset_ns >= RECENT_NS:
+        return recent
+    series = list(_waits(observation, generation, ranks))
+    if median(one.latest_ns() or 0.0 for one in series) < onset_ns + SAMPLED_NS:
+        return math.inf
+    newest = [rate for one in series if (rate := one.newest_rate()) is not None]
+    return max(recent, min(median_low(newest), 1.0)) if newest else recent
 
 
 def usual_wait_share(
@@ -81,6 +105,15 @@ def rise_of_waits(
     pressures = _pressures(observation, generation, ranks)
     waits = _waits(observation, generation, ranks)
     return max((_rise(one, onset_ns, since_ns) for one in (*pressures, *waits)), default=0.0)
+
+
+def rise_of_own_waits(
+    observation: Observation, generation: Generation, ranks: Sequence[int], onset_ns: int
+) -> float:
+    """Return the same without the other tasks of the node."""
+    since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
+    waits = _waits(observation, generation, ranks)
+    return max((_rise(one, onset_ns, since_ns) for one in waits), default=0.0)
 
 
 def _pressures(

@@ -220,6 +220,11 @@ class MetricSeries:
         first = max(int(np.searchsorted(times, time_ns)) - 1, 0)
         return _rate(times[first:], values[first:])
 
+    def newest_rate(self) -> float | None:
+        """Return the growth per second of a counter between its last two samples."""
+        times, values = self.columns()
+        return _rate(times[-2:], values[-2:])
+
     def rate_before(self, time_ns: int, seconds: float = math.inf) -> float | None:
         """Return the growth per second before `time_ns`, of the last `seconds` at most."""
         times, values = self.columns()

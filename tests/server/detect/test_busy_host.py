@@ -1,17 +1,26 @@
 """A host whose CPUs are too busy for a verdict about slow ranks."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
 from watched import Watched
 
 from paceline_server.detect.busy_host.detector import BusyHostDetector
 from paceline_server.detect.causes.catalog import UNKNOWN
-from paceline_server.detect.host_load import WAIT, largest_accident
+from paceline_server.detect.host_load import (
+    WAIT,
+    cpu_wait_share,
+    largest_accident,
+    wait_share_since,
+)
+from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.slow_data.detector import SlowDataDetector
 from paceline_server.detect.straggler.detector import StragglerDetector
 from paceline_server.detect.straggler.settings import StragglerSettings
+from paceline_server.steps.groups import Groups
 from paceline_wire.batch import Sample
 from paceline_wire.metric_names import RANK_PROCESS_CPU_SECONDS_TOTAL
 from paceline_wire.topology import Topology
@@ -107,6 +116,51 @@ def test_a_rank_that_computes_more_and_waits_as_much_more_is_not_reported_within
     assert job.advance(7, slow={5: 4.0}, **more) == []
     found = job.advance(8, slow={5: 4.0}, **more)
     assert [(one.rank, one.cause) for one in found][:1] == [(5, UNKNOWN)]
+
+
+@pytest.mark.parametrize(("waits", "found_after"), [(0.04, 7), (0.15, 15)])
+def test_a_rank_that_waits_more_since_then_for_another_reason_is_not_reported_within_seconds(
+    waits, found_after
+):
+    """A quiet host may have become busy, and its ranks not evenly."""
+    job = Waiting(StragglerDetector)
+    job.watched.detector.settings = StragglerSettings(contention_seconds=9.5 * STEP_NS / 1e9)
+    usual = dict.fromkeys(range(8), 0.3)
+    job.advance(40, 0.02, cpu=usual)
+    more = {"share": {**dict.fromkeys(range(8), 0.02), 5: waits}, "cpu": {**usual, 5: 0.75}}
+    found = [one.step for _ in range(15) for one in job.advance(1, slow={5: 4.0}, **more)]
+    assert 40 + found_after - 8 < found[0] < 40 + found_after
+
+
+def observed(*waits: float, until: float) -> tuple[Observation, Generation]:
+    """Return an observation at 60 s; the waits of the ranks, sampled each 2 s, begin at 57 s."""
+    watched = Watched(StragglerDetector, Topology(len(waits)))
+    for rank, share in enumerate(waits):
+        labels = {"job": "job", "rank": str(rank)}
+        for second in np.arange(1.5, until, 2.0):
+            waited = 0.001 * second + max(second - 57.0, 0.0) * share
+            sample = Sample(WAIT, labels, waited, int(second * 1e9))
+            watched.telemetry.add(watched.generation.node(rank), sample)
+    now = Observation(60 * 10**9, [], [], [], {}, {}, {}, {}, watched.telemetry, Groups(len(waits)))
+    return now, watched.generation
+
+
+@pytest.mark.parametrize(
+    ("waits", "until", "expected"),
+    [
+        ((0.4, 0.4), 60.0, 0.4),  # 0.1 over the last ten seconds
+        ((0.4, 0.0), 60.0, 0.05),
+        ((0.4, 0.4, 0.0), 60.0, 0.4),
+        ((0.4, 0.4), 58.0, math.inf),
+    ],
+)
+def test_a_host_that_has_just_become_busy_hides_as_much_as_one_that_was(waits, until, expected):
+    observation, generation = observed(*waits, until=until)
+    found = wait_share_since(observation, generation, 57 * 10**9)
+    assert found == pytest.approx(expected, abs=0.03)
+    assert wait_share_since(observation, generation, 50 * 10**9) == cpu_wait_share(
+        observation, generation
+    )
 
 
 def test_late_data_of_a_rank_without_a_cpu_is_held_back():

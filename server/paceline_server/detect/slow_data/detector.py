@@ -21,9 +21,9 @@ from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.host_load import (
     OF_PRESSURE,
-    cpu_wait_share,
     largest_accident,
     pressure_share,
+    wait_share_since,
 )
 from paceline_server.detect.kinds import SLOW_DATA, Kind
 from paceline_server.detect.observation import Generation, Observation
@@ -219,7 +219,7 @@ class SlowDataDetector(Detector):
             shares = [
                 OF_PRESSURE * pressure_share(observation, self.generation, waiting),
                 *(
-                    cpu_wait_share(observation, self.generation, ranks) or 0.0
+                    wait_share_since(observation, self.generation, active.onset_ns, ranks) or 0.0
                     for ranks in (None, active.ranks)
                 ),
             ]

@@ -31,6 +31,7 @@ from paceline_server.detect.host_load import (
     pressure_share,
     rise_of_waits,
     uneven_share,
+    wait_share_since,
 )
 from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
@@ -371,7 +372,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         """
         now, slowdown = self._now_and_slowdown(reported)
         pressure = pressure_share(observation, self.generation, reported.route.ranks)
-        waiting = cpu_wait_share(observation, self.generation) or 0.0
+        waiting = wait_share_since(observation, self.generation, reported.onset_ns) or 0.0
         share = max(waiting, OF_PRESSURE * pressure)
         seconds = (now_ns - reported.onset_ns) / 1e9
         accident = 1.0 + 2.0 * (largest_accident(share, seconds) - 1.0)

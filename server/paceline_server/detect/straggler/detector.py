@@ -37,8 +37,10 @@ from paceline_server.detect.host_load import (
     LEAST_SHARE,
     cpu_wait_share,
     largest_accident,
+    rise_of_own_waits,
     rise_of_waits,
     usual_wait_share,
+    wait_share_since,
 )
 from paceline_server.detect.kinds import STRAGGLER, Kind
 from paceline_server.detect.observation import Generation, Observation
@@ -230,18 +232,22 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             return True
         if self._is_spell(reported):
             return False
-        share = cpu_wait_share(observation, self.generation)
+        share = wait_share_since(observation, self.generation, reported.onset_ns)
         seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
         own_share = self._recent.own_share(reported, slowdown)
         if slowdown < largest_accident(share, seconds, own_share):
             return False
-        usual = usual_wait_share(observation, self.generation, reported.onset_ns) or 0.0
-        if usual < LEAST_SHARE or seconds >= self.settings.contention_seconds:
+        if seconds >= self.settings.contention_seconds:
             return True
-        ranks = reported.unit.ranks
-        if rise_of_waits(observation, self.generation, ranks, reported.onset_ns) >= LEAST_SHARE:
-            return False  # also if it computes more and so waits more: it may do so for a moment
-        return self.diagnose(reported, slowdown, observation).cause != CPU_CONTENTION
+        ranks, onset_ns = reported.unit.ranks, reported.onset_ns
+        is_contention = self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
+        usual = usual_wait_share(observation, self.generation, onset_ns) or 0.0
+        if usual < LEAST_SHARE:  # the host may have become busy just now
+            rise = rise_of_own_waits(observation, self.generation, ranks, onset_ns)
+            return is_contention or rise < LEAST_SHARE
+        # Also if it computes more and so waits more: it may do so for a moment.
+        rise = rise_of_waits(observation, self.generation, ranks, onset_ns)
+        return not is_contention and rise < LEAST_SHARE
 
     def _is_spell(self, reported: ReportedStraggler) -> bool:
         """Return whether its ranks are known to be slow in some steps, and may be so again.
