@@ -240,6 +240,13 @@ class Computing(Collector):
         return Collected(samples=[Sample("worker", {}, pid, now_ns)])
 
 
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let worker processes import the collectors of this file."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
+
+@pytest.mark.usefixtures("importable")
 async def test_a_worker_on_a_starved_host_is_not_stuck(context):
     """The worker gets 1/300 of a CPU, because another process on it is always busy."""
     async with running(Computing, context=context) as log:
@@ -270,6 +277,7 @@ class Sleeping(Computing):
         return Collected(samples=[Sample("worker", {}, 1.0, now_ns)])
 
 
+@pytest.mark.usefixtures("importable")
 async def test_an_answer_that_the_agent_reads_late_was_not_late(context):
     """The agent itself gets no CPU while the worker answers, within its deadline."""
     async with running(Sleeping, context=context) as log:
