@@ -60,16 +60,8 @@ def start_job(
     checkpoints.mkdir(exist_ok=True)
     started = subprocess.run(
         [
-            *(
-                sys.executable,
-                "-P",
-                "-m",
-                "paceline_cli",
-                "run",
-                "--server",
-                cluster.url,
-                "--detach",
-            ),
+            *(sys.executable, "-P", "-m", "paceline_cli", "run"),
+            *("--server", cluster.url, "--detach"),
             *("--dp", dp, "--pp", pp, "--tp", tp, "--mode", mode, *options),
             *("--checkpoint-directory", str(checkpoints), "--", *command),
         ],

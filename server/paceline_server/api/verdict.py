@@ -72,7 +72,7 @@ def _current(session: Session, job: models.JobRow, known: Condition) -> schemas.
         return _verdict("failure", _exited(dead))
     is_minor = worst is None or worst.severity == "info"
     if is_minor and job.state == "running" and (still := standstill(session, job)):
-        return _standstill(session, job, still)
+        return _standstill(worst, still)
     if worst is not None:
         finding = worst.view.finding
         restarting = "Restarting. " if job.state == "recovering" else ""
@@ -100,14 +100,12 @@ def _verdict(
     return schemas.Verdict(kind=kind, text=text, incident_id=incident_id)
 
 
-def _standstill(session: Session, job: models.JobRow, still: str) -> schemas.Verdict:
+def _standstill(worst: models.IncidentRow | None, still: str) -> schemas.Verdict:
     """Return the verdict of a job without progress, with the rank that the others wait for if it
-    is known."""
-    incidents = queries.open_incidents(session, job.id)
-    known = next((one for one in incidents if kind_of(one.kind).effect == "stopped"), None)
-    if known is None:
+    is known: of information, an incident about that is the worst."""
+    if worst is None or kind_of(worst.kind).effect != "stopped":
         return _verdict("standstill", still)
-    return _verdict("standstill", f"{still} {known.view.finding.summary}", known)
+    return _verdict("standstill", f"{still} {worst.view.finding.summary}", worst)
 
 
 def _waiting(job: models.JobRow) -> str:

@@ -101,19 +101,17 @@ def rise_of_waits(
     The largest of the shares of time in which one of these ranks waits for a CPU, or any task of
     its node, which no chain of threads can exceed.
     """
-    since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
-    pressures = _pressures(observation, generation, ranks)
-    waits = _waits(observation, generation, ranks)
-    return max((_rise(one, onset_ns, since_ns) for one in (*pressures, *waits)), default=0.0)
+    own = rise_of_own_waits(observation, generation, ranks, onset_ns)
+    return max(
+        own, _largest_rise(_pressures(observation, generation, ranks), observation, onset_ns)
+    )
 
 
 def rise_of_own_waits(
     observation: Observation, generation: Generation, ranks: Sequence[int], onset_ns: int
 ) -> float:
     """Return the same without the other tasks of the node."""
-    since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
-    waits = _waits(observation, generation, ranks)
-    return max((_rise(one, onset_ns, since_ns) for one in waits), default=0.0)
+    return _largest_rise(_waits(observation, generation, ranks), observation, onset_ns)
 
 
 def _pressures(
@@ -122,6 +120,11 @@ def _pressures(
     nodes = {generation.nodes[rank] for rank in ranks if rank in generation.nodes}
     found = (observation.telemetry.find(node, NODE_WAIT) for node in nodes)
     return [series for series in found if series is not None]
+
+
+def _largest_rise(series: Iterable[MetricSeries], observation: Observation, onset_ns: int) -> float:
+    since_ns = max(onset_ns, observation.now_ns - RECENT_NS)
+    return max((_rise(one, onset_ns, since_ns) for one in series), default=0.0)
 
 
 def _rise(series: MetricSeries, onset_ns: int, since_ns: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -102,33 +103,31 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
 
 def _refuse_expanded(name: str, module: nn.Module) -> None:
     """Raise TypeError for a buffer whose elements share memory: torch saves and never loads it."""
-    for path, owner in module.named_modules():
-        for buffer_name, buffer in owner.named_buffers(recurse=False):
-            is_strided = type(buffer) is Tensor and buffer.layout == torch.strided
-            is_saved = buffer_name not in owner._non_persistent_buffers_set
-            if is_saved and is_strided and 0 in buffer.stride() and not buffer.is_contiguous():
-                full = f"{path}.{buffer_name}" if path else buffer_name
-                raise TypeError(
-                    f"the buffer {full} of {name} is an expanded tensor, which torch cannot load: "
-                    "register a .clone() of it, or give register_buffer persistent=False"
-                )
+    for full, buffer in _saved_buffers(module):
+        is_strided = type(buffer) is Tensor and buffer.layout == torch.strided
+        if is_strided and 0 in buffer.stride() and not buffer.is_contiguous():
+            raise TypeError(
+                f"the buffer {full} of {name} is an expanded tensor, which torch cannot load: "
+                "register a .clone() of it, or give register_buffer persistent=False"
+            )
 
 
 def _refuse_unstorable(name: str, module: nn.Module) -> None:
     """Raise TypeError for a parameter or buffer of a kind that cannot be stored."""
+    for full, tensor in chain(module.named_parameters(), _saved_buffers(module)):
+        if (kind := unstorable_kind(tensor)) is not None:
+            raise TypeError(
+                f"{full} of {name} is a {kind}, which checkpoints do not store: give "
+                "register_buffer persistent=False, or keep it as another kind of tensor"
+            )
+
+
+def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full name and value of each buffer that is part of the module's state."""
     for path, owner in module.named_modules():
-        buffers = {
-            each: value
-            for each, value in owner.named_buffers(recurse=False)
-            if each not in owner._non_persistent_buffers_set
-        }
-        for own, tensor in {**dict(owner.named_parameters(recurse=False)), **buffers}.items():
-            if (kind := unstorable_kind(tensor)) is not None:
-                full = f"{path}.{own}" if path else own
-                raise TypeError(
-                    f"{full} of {name} is a {kind}, which checkpoints do not store: give "
-                    "register_buffer persistent=False, or keep it as another kind of tensor"
-                )
+        for own, buffer in owner.named_buffers(recurse=False):
+            if own not in owner._non_persistent_buffers_set:
+                yield f"{path}.{own}" if path else own, buffer
 
 
 def _refuse_objects(name: str, table: Mapping[Any, Any]) -> None:

@@ -104,7 +104,8 @@ class ExitDetector(Detector):
             self._watch_joining(observation)
         for reported in observation.exits:
             self._add(reported, observation)
-        self._forget_signals_after_timeout()
+        if observation.exits:
+            self._forget_signals_after_timeout()
         self._oom_kills.add(observation)
         if self._requested and not any(map(is_cause, self._abnormal.values())):
             return self._stopped_on_request(observation)

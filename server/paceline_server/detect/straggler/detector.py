@@ -240,14 +240,15 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         if seconds >= self.settings.contention_seconds:
             return True
         ranks, onset_ns = reported.unit.ranks, reported.onset_ns
-        is_contention = self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
         usual = usual_wait_share(observation, self.generation, onset_ns) or 0.0
         if usual < LEAST_SHARE:  # the host may have become busy just now
             rise = rise_of_own_waits(observation, self.generation, ranks, onset_ns)
-            return is_contention or rise < LEAST_SHARE
-        # Also if it computes more and so waits more: it may do so for a moment.
-        rise = rise_of_waits(observation, self.generation, ranks, onset_ns)
-        return not is_contention and rise < LEAST_SHARE
+            if rise < LEAST_SHARE:
+                return True
+            return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
+        if rise_of_waits(observation, self.generation, ranks, onset_ns) >= LEAST_SHARE:
+            return False  # also if it computes more and so waits more: it may do so for a moment
+        return self.diagnose(reported, slowdown, observation).cause != CPU_CONTENTION
 
     def _is_spell(self, reported: ReportedStraggler) -> bool:
         """Return whether its ranks are known to be slow in some steps, and may be so again.
