@@ -216,9 +216,7 @@ class MetricSeries:
 
     def rate_since(self, time_ns: int) -> float | None:
         """Return the growth per second of a counter from its last value before `time_ns` to now."""
-        times, values = self.columns()
-        first = max(int(np.searchsorted(times, time_ns)) - 1, 0)
-        return _rate(times[first:], values[first:])
+        return self._rate_between(time_ns, math.inf)
 
     def newest_rate(self) -> float | None:
         """Return the growth per second of a counter between its last two samples."""
@@ -227,9 +225,22 @@ class MetricSeries:
 
     def rate_before(self, time_ns: int, seconds: float = math.inf) -> float | None:
         """Return the growth per second before `time_ns`, of the last `seconds` at most."""
+        return self._rate_between(time_ns - seconds * 1e9, time_ns)
+
+    def _rate_between(self, start_ns: float, end_ns: float) -> float | None:
+        """Return the growth per second from the last value before `start_ns` to that before
+        `end_ns`.
+
+        Of a run of equal samples only the ends are stored: a time within it has the same value.
+        """
         times, values = self.columns()
-        first = max(int(np.searchsorted(times, time_ns - seconds * 1e9)) - 1, 0)
-        end = int(np.searchsorted(times, time_ns))
+        first, end = np.searchsorted(times, (start_ns, end_ns)).tolist()
+        if 0 < end < len(times) and values[end - 1] == values[end]:
+            times[end] = end_ns
+            end += 1
+        if 0 < first < len(times) and values[first - 1] == values[first]:
+            times[first - 1] = start_ns
+        first = max(first - 1, 0)
         return _rate(times[first:end], values[first:end])
 
 

@@ -93,6 +93,18 @@ def test_rates_handle_counter_resets():
     assert series([1.0]).rate_since(START_NS) is None
 
 
+def test_a_counter_is_constant_until_it_grows():
+    """Of a run of equal samples only the ends are stored; rates count the time within it."""
+    grows_last = series([0.0] * 60 + [10.0, 20.0, 30.0])
+    assert len(grows_last) == 5
+    assert grows_last.rate_since(START_NS + 58 * SECOND_NS) == pytest.approx(30 / 4)
+    assert grows_last.rate_before(START_NS + 58 * SECOND_NS) == 0.0
+    grows_first = series([0.0, 10.0, 20.0] + [30.0] * 60)
+    assert grows_first.rate_before(START_NS + 6 * SECOND_NS) == pytest.approx(5)
+    assert grows_first.rate_before(START_NS + 60 * SECOND_NS, seconds=5) == 0.0
+    assert grows_first.rate_since(START_NS + 6 * SECOND_NS) == 0.0
+
+
 def test_a_single_low_reading_is_no_reset():
     """If it counted as a reset, the whole counter value would count as growth."""
     dipped = series([1e12, 1e12 + 5, 0.0, 1e12 + 10])
