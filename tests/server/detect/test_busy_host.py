@@ -20,6 +20,7 @@ from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.slow_data.detector import SlowDataDetector
 from paceline_server.detect.straggler.detector import StragglerDetector
 from paceline_server.detect.straggler.settings import StragglerSettings
+from paceline_server.detect.transient_stall.detector import TransientStallDetector
 from paceline_server.steps.groups import Groups
 from paceline_wire.batch import Sample
 from paceline_wire.metric_names import RANK_PROCESS_CPU_SECONDS_TOTAL
@@ -130,6 +131,21 @@ def test_a_rank_that_waits_more_since_then_for_another_reason_is_not_reported_wi
     more = {"share": {**dict.fromkeys(range(8), 0.02), 5: waits}, "cpu": {**usual, 5: 0.75}}
     found = [one.step for _ in range(15) for one in job.advance(1, slow={5: 4.0}, **more)]
     assert 40 + found_after - 8 < found[0] < 40 + found_after
+
+
+@pytest.mark.parametrize(("waits", "reported"), [(0.02, [5]), (0.45, [])])
+def test_a_stall_within_the_noise_of_a_busy_host_is_not_reported(waits, reported):
+    job = Waiting(TransientStallDetector)
+    job.advance(40, waits)
+    job.advance(1, waits, slow={5: 1.7})
+    assert [found.rank for found in job.advance(5, waits)] == reported
+
+
+def test_a_stall_that_exceeds_the_noise_of_a_busy_host_is_reported():
+    job = Waiting(TransientStallDetector)
+    job.advance(40, 0.45)
+    job.advance(1, 0.45, slow={5: 5.0})
+    assert [found.rank for found in job.advance(5, 0.45)] == [5]
 
 
 def observed(*waits: float, until: float) -> tuple[Observation, Generation]:

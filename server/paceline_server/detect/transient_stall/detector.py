@@ -4,6 +4,7 @@ Such a stall (a page-out, a retried transfer, another process) may hit a single 
 rank's total compute in a step is compared, not its typical microbatch. It is reported once it is
 over; if it lasts, it is a straggler instead. Stalls that the job has all the time are not reported:
 a stall must clearly exceed the worst of the recent steps, and most of the stalls reported before.
+On a busy host it must also exceed what waiting for a CPU explains.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.host_load import cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import TRANSIENT_STALL, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.shared_settings import LEAST_SECONDS
@@ -145,11 +147,21 @@ class TransientStallDetector(Detector):
                 continue  # it stalled in all recent steps, so that its usual level is not known
             seconds = (_start_ns(timing) - stall.onset_ns) / 1e9
             is_short = stall.steps < NEWEST[0] or seconds < LEAST_SECONDS
-            if is_short and rank not in observation.stragglers:
+            if (
+                is_short
+                and rank not in observation.stragglers
+                and not self._may_be_an_accident(stall, observation)
+            ):
                 self._reported[rank] = self._finding(rank, stall, step, observation)
                 findings.append(self._reported[rank])
                 self._reported_shares.append((step, stall.share))
         return findings
+
+    def _may_be_an_accident(self, stall: _Stall, observation: Observation) -> bool:
+        """Return whether the CPUs are so busy that any rank may be delayed as much."""
+        share = cpu_wait_share(observation, self.generation)
+        own_share = stall.share / max(stall.slowdown - 1.0, 1e-9)
+        return stall.slowdown < largest_accident(share, stall.seconds, own_share)
 
     def _clear(self, step: int, observation: Observation) -> list[Finding]:
         quiet = [
