@@ -94,7 +94,7 @@ def test_rates_handle_counter_resets():
 
 
 def test_a_counter_is_constant_until_it_grows():
-    """Of a run of equal samples only the ends are stored; rates count the time within it."""
+    """Only the ends of a run of equal samples are stored; rates count the time within it."""
     grows_last = series([0.0] * 60 + [10.0, 20.0, 30.0])
     assert len(grows_last) == 5
     assert grows_last.rate_since(START_NS + 58 * SECOND_NS) == pytest.approx(30 / 4)
