@@ -41,10 +41,10 @@ class Waiting:
         self.cpu_seconds = dict.fromkeys(range(8), 0.0)
 
     def advance(self, steps, share, slow=None, cpu=None):
-        """`cpu`: the CPU time of each rank as a share; None: not measured."""
+        """`share`, and the CPU time of each rank `cpu` as a share: None: not measured."""
         found = []
         for _ in range(steps):
-            for rank in self.seconds:
+            for rank in self.seconds if share is not None else ():
                 own = share.get(rank, 0.0) if isinstance(share, dict) else share
                 self.seconds[rank] += own * STEP_NS / 1e9
                 labels = {"job": "job", "rank": str(rank)}
@@ -105,6 +105,17 @@ def test_a_rank_that_is_left_without_a_cpu_for_some_seconds_is_not_reported():
     quiet.watched.detector.settings = job.watched.detector.settings
     quiet.advance(40, 0.02)
     assert [one.rank for one in quiet.advance(7, {5: 0.6}, slow={5: 2.5})][:1] == [5]
+
+
+def test_a_rank_without_a_cpu_in_the_first_seconds_of_its_job_is_not_reported_within_seconds():
+    """How long ranks usually wait on this host is not known yet."""
+    job = Waiting(StragglerDetector)
+    job.watched.detector.settings = StragglerSettings(contention_seconds=9.5 * STEP_NS / 1e9)
+    job.advance(40, None)
+    waits = {**dict.fromkeys(range(8), 0.08), 5: 0.7}
+    assert job.advance(7, waits, slow={5: 2.5}) == []
+    found = job.advance(8, waits, slow={5: 2.5})
+    assert [(one.rank, one.cause) for one in found][:1] == [(5, "CPU contention")]
 
 
 def test_a_rank_that_computes_more_and_waits_as_much_more_is_not_reported_within_seconds():

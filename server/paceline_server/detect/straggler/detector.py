@@ -240,8 +240,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         if seconds >= self.settings.contention_seconds:
             return True
         ranks, onset_ns = reported.unit.ranks, reported.onset_ns
-        usual = usual_wait_share(observation, self.generation, onset_ns) or 0.0
-        if usual < LEAST_SHARE:  # the host may have become busy just now
+        usual = usual_wait_share(observation, self.generation, onset_ns)
+        if usual is not None and usual < LEAST_SHARE:  # the host may have become busy just now
             rise = rise_of_own_waits(observation, self.generation, ranks, onset_ns)
             if rise < LEAST_SHARE:
                 return True
