@@ -118,6 +118,19 @@ def test_a_rank_without_a_cpu_in_the_first_seconds_of_its_job_is_not_reported_wi
     assert [(one.rank, one.cause) for one in found][:1] == [(5, "CPU contention")]
 
 
+def test_a_rank_without_a_cpu_from_the_first_step_on_is_not_reported_within_seconds():
+    job = Waiting(StragglerDetector)
+    job.watched.detector.settings = StragglerSettings(contention_seconds=14.5 * STEP_NS / 1e9)
+    waits = {**dict.fromkeys(range(8), 0.08), 5: 0.7}
+    assert job.advance(3, None, slow={5: 2.5}) + job.advance(11, waits, slow={5: 2.5}) == []
+    found = job.advance(8, waits, slow={5: 2.5})
+    assert [(one.rank, one.cause) for one in found][:1] == [(5, "CPU contention")]
+    unexplained = Waiting(StragglerDetector)
+    unexplained.watched.detector.settings = job.watched.detector.settings
+    found = unexplained.advance(14, 0.02, slow={5: 2.5})
+    assert [(one.rank, one.cause) for one in found][:1] == [(5, UNKNOWN)]
+
+
 def test_a_rank_that_computes_more_and_waits_as_much_more_is_not_reported_within_seconds():
     """The waits are not the cause, but it may compute more for a moment only."""
     job = Waiting(StragglerDetector)

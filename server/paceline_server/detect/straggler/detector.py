@@ -358,12 +358,14 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         own_share = self._recent.typical_own_seconds() / max(self._recent.step_seconds(), 1e-9)
         accident = math.log(largest_accident(share, span_ns / 1e9, own_share))
         for rank, size in first.found(rows, self._levels, accident):
-            steps = first.steps_since_rise(rank, size)
+            unit, steps = self._units.name(rank, {rank}), first.steps_since_rise(rank, size)
+            if steps is None and self._is_fault(unit, size, observation):
+                steps = self._levels.pushed
             if steps is not None:
-                hidden = self._assume(self._units.name(rank, {rank}), steps, size)
+                hidden = self._assume(unit, steps, size)
                 findings += self._report_certain([hidden], observation)
             else:
-                first.known[rank] = self._report_since_first(rank, size, observation)
+                first.known[rank] = self._advice_since_first(unit, rank, size, observation)
                 findings.append(first.known[rank])
         return findings
 
@@ -372,13 +374,17 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         rise = self._levels.assume(unit.ranks, steps, size)
         return self._activate(unit, "steady", self._levels, rise, steps)
 
-    def _report_since_first(self, rank: int, size: float, observation: Observation) -> Finding:
-        unit, first = self._units.name(rank, {rank}), self._since_first
-        if size >= math.log(self.settings.chronic_fault_slowdown) and (
-            first.is_outlier or self._is_explained(unit, size, observation)
-        ):
-            return self.report(self._assume(unit, self._levels.pushed, size), observation)
-        return first.advice(
+    def _is_fault(self, unit: SlowUnit, size: float, observation: Observation) -> bool:
+        """Return whether a rank that is slow from the first step on is so by no property of the
+        model."""
+        return size >= math.log(self.settings.chronic_fault_slowdown) and (
+            self._since_first.is_outlier or self._is_explained(unit, size, observation)
+        )
+
+    def _advice_since_first(
+        self, unit: SlowUnit, rank: int, size: float, observation: Observation
+    ) -> Finding:
+        return self._since_first.advice(
             self._blank(unit, None),
             rank,
             unit.subject(self.generation),
