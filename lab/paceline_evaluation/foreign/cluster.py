@@ -102,10 +102,17 @@ class ForeignCluster(Cluster):
         return all(launcher.poll() is not None for launcher in self._launchers)
 
     def end_training(self, job_id: str) -> None:
-        """End all processes of a training, also those that are stopped."""
+        """End all processes of a training, also those that are stopped.
+
+        Another evaluation on this machine may have a job of this name: its processes stay.
+        """
+
+        def remaining() -> set[int]:
+            return {*processes_with("PACELINE_JOB", job_id)}.intersection(self.processes())
+
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + _END_SECONDS
-            while (left := processes_with("PACELINE_JOB", job_id)) and time.monotonic() < deadline:
+            while (left := remaining()) and time.monotonic() < deadline:
                 for pid in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -50,6 +51,26 @@ def test_a_raised_error_is_named_with_its_rank_in_an_unchanged_training() -> Non
     result = figures([verdict], ("crash",))
     assert result["by_way"]["error"]["headline_accuracy"] == 1.0
     assert result["by_trainer"]["ddp"]["recall"] == 1.0
+
+
+def test_two_evaluations_on_one_machine_end_only_their_own_training(tmp_path: Path) -> None:
+    clusters, name = (ForeignCluster(), ForeignCluster()), "foreign-1-ddp-none"
+    sleepers = [
+        start_process(
+            ["sleep", "60"], tmp_path / "log", {**each.environment(), "PACELINE_JOB": name}
+        )
+        for each in clusters
+    ]
+    try:
+        clusters[0]._launchers.append(sleepers[0])
+        clusters[0].end_training(name)
+        assert (sleepers[0].poll(), sleepers[1].poll()) == (-signal.SIGTERM, None)
+    finally:
+        sleepers[1].kill()
+        sleepers[1].wait()
+        for each in clusters:
+            each.close()
+            each.remove_logs()
 
 
 def test_two_evaluations_on_one_machine_have_networks_of_their_own() -> None:
