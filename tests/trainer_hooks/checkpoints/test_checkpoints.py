@@ -77,6 +77,35 @@ def test_epochs_leave_out_those_that_were_completed(tmp_path: Path) -> None:
     assert epochs == [(1, [2, 3]), (2, [0, 1, 2, 3])]
 
 
+def test_an_epoch_without_a_loop_keeps_its_number(tmp_path: Path) -> None:
+    def run(stop_after: int) -> list[tuple[int, int]]:
+        script, seen = Script(tmp_path, every=1), list[tuple[int, int]]()
+        for epoch in script.state.epochs(4):
+            if epoch == 1:
+                continue
+            for number in paceline.steps(range(3), state=script.state):
+                seen.append((epoch, number))
+                script.model(torch.ones(3)).sum().backward()
+                script.optimizer.step()
+                if len(seen) == stop_after:
+                    script.state.wait()
+                    return seen
+        return seen
+
+    assert run(8)[-1] == (3, 1)
+    assert run(9) == [(3, 1), (3, 2)]
+
+
+def test_two_loops_in_an_epoch_of_epochs_are_refused(tmp_path: Path) -> None:
+    state = Script(tmp_path).state
+    next(state.epochs(2))
+    list(paceline.steps(range(3), state=state))
+    with pytest.raises(ValueError, match=r"one loop .* per epoch"):
+        list(paceline.steps(range(3), state=state))
+    with pytest.raises(ValueError, match=r"some were before it"):
+        next(state.epochs(2))
+
+
 def test_steps_are_recorded_from_the_resumed_one_on(tmp_path: Path, reader: RingReader) -> None:
     Script(tmp_path / "saved").train(9, stop_after=6)
     assert (reader.view().saved_step, reader.view().can_checkpoint) == (4, True)

@@ -121,6 +121,7 @@ class Checkpoints:
         self.resumed_from: Literal["memory", "peer", "disk"] | None = None
         self._every = every
         self._position = DataPosition()
+        self._epoch: int | None = None  # the last one that `epochs` yielded
         self._parts: dict[str, StatePart] = {}
         self._optimizer_steps = 0
         self._steps_before = 0  # value of the above at the last boundary
@@ -264,16 +265,22 @@ class Checkpoints:
             ...     for batch in paceline.steps(loader, state=state):
             ...         train(batch)
         """
+        if self._position.epoch >= 0 or self._epoch is not None:
+            raise ValueError(
+                "Checkpoints.epochs counts the loops with this state, and some were before it: for "
+                "several phases use `for epoch in range(...)`; `steps` then yields nothing for "
+                "epochs that were completed"
+            )
         self._search()
         saved = self._saved_position
         first = 0 if saved is None else int(saved["epoch"]) + _is_over(saved)
-        self._position.epoch = first - 1
         if saved is not None and first >= count:
             self._restore(saved)  # no loop will
-        for epoch in range(first, count):
+        for self._epoch in range(first, count):
             if self.stopped:
                 return
-            yield epoch
+            self._position.epoch = self._epoch - 1  # also after an epoch without a loop
+            yield self._epoch
 
     def save(self) -> None:
         """Start a checkpoint of the current step, on all ranks; training continues meanwhile.
@@ -312,6 +319,11 @@ class Checkpoints:
         """
         if self.stopped:
             return iter(())
+        if self._epoch is not None and self._position.epoch >= self._epoch:
+            raise ValueError(
+                "Checkpoints.epochs allows one loop with this state per epoch: leave out `state` "
+                "in an evaluation, and for several loops use `for epoch in range(...)`"
+            )
         self._search()
         self._taken = False
         self._steps_before = self._optimizer_steps
