@@ -67,6 +67,25 @@ def test_a_checkpoint_that_completes_late_is_used(world: World) -> None:
     assert world.one_action("restart").lost_steps == 0
 
 
+def test_the_reason_names_the_step_that_was_saved(world: World) -> None:
+    world.answers = False
+    world.tick((world.finding(),))
+    world.run(8.0)
+    world.answers = True
+    world.until_running(2)
+    restart = world.one_action("restart")
+    assert restart.reason.startswith(f"Checkpoint at step {restart.resumed_step} and restart")
+
+
+def test_the_reason_names_no_checkpoint_if_none_was_saved(world: World) -> None:
+    world.answers = False
+    world.tick((world.finding(),))
+    assert world.phase() == "checkpoint"
+    world.crash(3)
+    world.until_running(2)
+    assert world.one_action("restart").reason.startswith("Restart without node-1: ")
+
+
 @pytest.mark.parametrize("declared", [False, None])
 @pytest.mark.parametrize("mode", ["auto", "default", "approve"])
 def test_a_script_that_cannot_save_on_command_is_restarted_only_by_a_person(

@@ -106,7 +106,8 @@ def _stop_if_saved(
     if len(saved) < len(draft.ranks) or len(set(saved.values())) != 1:
         return False
     step = next(iter(saved.values()))
-    progress = replace(progress, saved_step=step)
+    progress = replace(progress, saved_step=step, target_step=step)
+    action = replace(action, reason=restart_reason(progress, action.exclude_nodes))
     enter_stop(draft, action, progress, f"All {len(saved)} ranks saved step {step}.")
     return True
 
@@ -115,6 +116,7 @@ def _stop_without_checkpoint(
     draft: Draft, action: ActionView, progress: ActionProgress, trouble: str
 ) -> None:
     progress = replace(progress, planned=False)
+    action = replace(action, reason=restart_reason(progress, action.exclude_nodes))
     detail = f"{trouble} The ranks no longer make progress. Stopping all ranks."
     enter_stop(draft, action, progress, detail)
 
