@@ -227,6 +227,7 @@ def test_a_rank_of_torchrun_reports_what_torchrun_may_do(
     parent.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}])\n")
     variables = {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_MAX_RESTARTS": "3"}
     variables |= {"TORCHELASTIC_RESTART_COUNT": "1", "PACELINE_RING_DIRECTORY": str(tmp_path)}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     done = subprocess.run(
         [sys.executable, str(parent), *options],
         env={**os.environ, **variables},
@@ -239,6 +240,7 @@ def test_a_rank_of_torchrun_reports_what_torchrun_may_do(
         "torchrun_run": "torchrun-abc",
         "torchrun_restarts": "1",
         "torchrun_max_restarts": "3",
+        "torchrun_shares_store": "1",
         **({"torchrun_least_nodes": least} if least else {}),
     }
 

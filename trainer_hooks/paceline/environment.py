@@ -33,6 +33,7 @@ from paceline_wire.metadata import (
     TORCHRUN_MAX_RESTARTS,
     TORCHRUN_RESTARTS,
     TORCHRUN_RUN,
+    TORCHRUN_SHARES_STORE,
 )
 from paceline_wire.node_directory import rings_of_running_agents
 from paceline_wire.ring import (
@@ -379,6 +380,8 @@ def _launcher(own_job: str, environment: Mapping[str, str], torchrun: int) -> di
         }
         if least := _least_nodes(torchrun):
             found[TORCHRUN_LEAST_NODES] = least
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            found[TORCHRUN_SHARES_STORE] = "1"
     if (jobset := _jobset(environment)) is not None:
         found[KUBERNETES_JOB] = "/".join(jobset)
         found[KUBERNETES_NODE] = environment.get("NODE_NAME", "")

@@ -16,4 +16,5 @@ TORCHRUN_LEAST_NODES = "torchrun_least_nodes"  # the first number of --nnodes; a
 TORCHRUN_MAX_RESTARTS = "torchrun_max_restarts"  # how often torchrun starts the ranks again
 TORCHRUN_RESTARTS = "torchrun_restarts"  # how often it has done so on the rank's node
 TORCHRUN_RUN = "torchrun_run"  # the name of the job that the rank reports
+TORCHRUN_SHARES_STORE = "torchrun_shares_store"  # ranks meet at torchrun's own store; else absent
 TOTAL_STEPS = "total_steps"  # number of steps of the whole training

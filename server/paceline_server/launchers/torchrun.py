@@ -46,6 +46,7 @@ from paceline_wire.metadata import (
     TORCHRUN_MAX_RESTARTS,
     TORCHRUN_RESTARTS,
     TORCHRUN_RUN,
+    TORCHRUN_SHARES_STORE,
 )
 
 # Time after the end of all ranks; a rendezvous of several nodes takes up to half a minute.
@@ -147,6 +148,9 @@ class TorchrunLauncher:
             return _observe_sent(request, job)
         if (obstacle := _obstacle(request, job)) is not None:
             return _seen("refused", obstacle, job)
+        may_wait = request.kind == "check" and request.is_training
+        if may_wait and (risk := _shared_store(job)) is not None:
+            return _seen("refused", risk, job)
         return _seen("ready", f"torchrun can start the ranks of {name} again.", job)
 
     def _observe_ended(self, request: LaunchRequest, job: _KnownJob) -> ShownRequest:
@@ -278,6 +282,20 @@ def _used_up(job: _KnownJob) -> str | None:
     return (
         f"torchrun's --max-restarts={limit} is used up on {_names(over)}: it would end the job "
         "instead of restarting it. Nothing was done."
+    )
+
+
+def _shared_store(job: _KnownJob) -> str | None:
+    """Return why a job that trains is not restarted: the store has the addresses of its old ranks.
+
+    A race of torch: https://github.com/pytorch/pytorch/issues/135712.
+    """
+    if not any(TORCHRUN_SHARES_STORE in one.metadata for one in job.processes):
+        return None
+    return (
+        "torchrun shares its store with the ranks, so that those it starts again may connect to "
+        "addresses of dead ones and end the job: start torchrun with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d or --standalone."
     )
 
 

@@ -148,6 +148,20 @@ def test_used_up_restarts_are_the_reason_and_nothing_is_sent(requests: Committed
     assert world.commands() == []
 
 
+def test_a_job_that_trains_is_not_restarted_with_the_store_of_its_old_ranks(
+    world: TorchrunWorld,
+) -> None:
+    world.shares_store = True
+    world.generation += 1
+    world.start()
+    request, launcher = request_of(world), TorchrunLauncher(world.database)
+    check = replace(request, kind="check", is_training=True)
+    seen = launcher.observe(check)
+    assert seen.state == "refused"
+    assert "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in seen.detail
+    assert launcher.observe(replace(check, is_training=False)).state == "ready", "they hang"
+
+
 @pytest.mark.parametrize(
     ("least", "exclude", "refusal"),
     [

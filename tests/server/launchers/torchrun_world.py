@@ -41,6 +41,7 @@ class TorchrunWorld:
         self.requests = requests
         self.database = requests.database
         self.max_restarts, self.least_nodes = max_restarts, least_nodes
+        self.shares_store = False
         self.generation = 0
         self.ended: list[int] = []  # processes that a command ended
         self.left: list[str] = []  # nodes whose torchrun was ended
@@ -54,6 +55,8 @@ class TorchrunWorld:
             "torchrun_restarts": str(self.generation),
             "torchrun_max_restarts": str(self.max_restarts),
         }
+        if self.shares_store:
+            found["torchrun_shares_store"] = "1"
         return found | ({"torchrun_least_nodes": self.least_nodes} if self.least_nodes else {})
 
     def launch(self) -> Launch:
