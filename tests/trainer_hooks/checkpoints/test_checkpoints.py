@@ -166,6 +166,18 @@ def test_a_save_in_the_loop_contains_the_step_of_its_batch(tmp_path: Path) -> No
     assert torch.equal(again.model.weight, weight)
 
 
+def test_a_save_before_the_optimizer_step_leaves_no_step_out(tmp_path: Path) -> None:
+    script = Script(tmp_path, every=0)
+    for number in paceline.steps(range(5), state=script.state):
+        if number == 2:
+            script.state.save()
+        script.model(torch.ones(3)).sum().backward()
+        script.optimizer.step()
+    assert script.state.wait()
+    assert script.state.step == 5
+    assert [saved.step for saved in saved_checkpoints(tmp_path)] == [2]
+
+
 def test_batches_of_an_incomplete_step_are_taken_again(tmp_path: Path) -> None:
     script = Script(tmp_path, every=0)
     for number in paceline.steps(range(9), state=script.state):

@@ -370,9 +370,10 @@ class Checkpoints:
 
     def _count_step(self) -> None:
         """Count the step that ended with the batch taken last, if it ended one."""
-        taken, self._taken = self._taken, False
-        if not taken or (self._counts_optimizers and self._optimizer_steps == self._steps_before):
+        has_stepped = not self._counts_optimizers or self._optimizer_steps > self._steps_before
+        if not self._taken or not has_stepped:
             return  # gradients are still accumulated
+        self._taken = False
         self._steps_before = self._optimizer_steps
         self.step += 1
         self._position.step_ended()
