@@ -170,6 +170,26 @@ def test_nodes_with_one_home_directory_share_neither_commands_nor_spool(
     assert len(registered) == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "given", "expected"),
+    [
+        (["--max-restarts=3"], {}, "1"),
+        (["--max_restarts", "3"], {}, "1"),
+        ([], {"PET_MAX_RESTARTS": "3"}, "1"),
+        (["--max-restarts=3"], {command.OWN_STORE: "0"}, "0"),
+        (["--nproc-per-node=2"], {}, ""),
+    ],
+)
+def test_ranks_that_torchrun_starts_again_get_a_store_of_their_own(
+    tmp_path: Path, options: list[str], given: dict[str, str], expected: str
+) -> None:
+    settings = {"PACELINE_RING_DIRECTORY": "/given/rings"} | given
+    show = f'printf "%s" "${command.OWN_STORE}"'
+    done = watch("--", "sh", "-c", show, "torchrun", *options, tmp_path=tmp_path, **settings)
+    assert done.stdout == expected
+    assert (command.OWN_STORE in done.stderr) == (expected == "1")
+
+
 def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     finished = watch("--", "no-such-program", tmp_path=tmp_path)
     assert (finished.returncode, finished.stdout) == (1, "")

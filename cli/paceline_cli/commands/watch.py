@@ -30,6 +30,8 @@ from paceline_wire.node_directory import (
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 RING_DIRECTORY = "PACELINE_RING_DIRECTORY"
 NODE_DIRECTORY = "PACELINE_AGENT_NODE_DIRECTORY"
+# With it torchrun gives each start of the ranks a store of its own, if its rendezvous can.
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class NotRecordedError(Exception):
@@ -64,12 +66,21 @@ def watch(ctx: click.Context, server: str, token: str | None, command: tuple[str
         _say(f"not recorded: {error}")
     if os.environ.get(AUTOLOAD, "1") != "1":
         _say(f"not recorded: PyTorch loads no plug-ins while {AUTOLOAD} is set; unset it")
+    if _has_restarts(command, environment) and OWN_STORE not in environment:
+        environment[OWN_STORE] = "1"
+        _say(f"{OWN_STORE}=1, so that ranks that torchrun starts again do not look for dead ones")
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and else by COMMAND as well
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execve(program, command, environment)
     except OSError as error:
         raise click.ClickException(f"{program} cannot be run: {error.strerror}") from error
+
+
+def _has_restarts(command: tuple[str, ...], environment: dict[str, str]) -> bool:
+    """Return whether torchrun may start ranks again. A script's own option does no harm."""
+    options = (each.partition("=")[0].replace("_", "-") for each in command)
+    return "PET_MAX_RESTARTS" in environment or "--max-restarts" in options
 
 
 def _say(text: str) -> None:
