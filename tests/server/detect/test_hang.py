@@ -35,6 +35,7 @@ def test_a_process_that_is_gone_has_six_seconds_in_which_its_exit_explains_more(
     assert stuck.wait(5.0) == []
     [found] = stuck.wait(2.0)
     assert (found.kind, found.rank) == ("hang", 2)
+    assert found.summary == "Rank 2 (node-1) blocks the job: its process is gone."
 
 
 def test_a_rank_that_leaves_its_loop_early_ended_even_if_its_process_takes_long_to_exit():
@@ -44,6 +45,9 @@ def test_a_rank_that_leaves_its_loop_early_ended_even_if_its_process_takes_long_
     stuck.inside(2, Op.STEP)
     [found] = stuck.wait(7)
     assert (found.rank, found.cause) == (2, "ended early")
+    assert found.summary == (
+        "Rank 2 (node-1) blocks the job: it ended before the other ranks finished."
+    )
 
 
 def test_the_rank_that_others_wait_for_is_the_culprit():

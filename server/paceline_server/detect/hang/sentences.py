@@ -49,9 +49,11 @@ def hang_summary(
         was_signaled: It reported a signal after which its script ends.
     """
     received = " received a signal to end," if was_signaled else ""
-    blocks = " and blocks the job" if is_rank else ""
+    states = [] if is_rank and cause in (ENDED_EARLY, PROCESS_GONE) else ["is hung"]
+    states += ["blocks the job"] if is_rank else []
     waits = "" if awaited is None else f", waiting for {awaited}"
-    return f"{subject}{received} is hung{blocks}: {_clause(cause, frame, is_rank=is_rank)}{waits}."
+    clause = _clause(cause, frame, is_rank=is_rank)
+    return f"{subject}{received} {' and '.join(states)}: {clause}{waits}."
 
 
 def pause_summary(
