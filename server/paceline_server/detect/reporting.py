@@ -24,6 +24,11 @@ _MEASUREMENTS = 32  # most measurements whose mean is the cost
 _CERTAIN_ERRORS = 3.0  # standard errors from which a difference is not due to chance
 
 
+def duration_text(seconds: float) -> str:
+    """Return "40 ms" or "1.5 s"."""
+    return f"{seconds * 1e3:.0f} ms" if seconds < 0.995 else f"{seconds:.1f} s"
+
+
 def gain(cost_ratio: float) -> float:
     """Return the speedup if this share of the step time were saved: 1.25 for a fifth."""
     return 1.0 / max(1.0 - cost_ratio, 0.01)

@@ -31,6 +31,23 @@ def test_a_stall_is_reported_when_it_is_over(steps, lengths):
     assert not found.suspects_node
 
 
+@pytest.mark.parametrize(
+    ("notable", "text", "has_advice"),
+    [(100.0, "before again. No action is needed.", False), (0.0, "before again.", True)],
+)
+def test_a_long_stall_comes_with_advice(notable, text, has_advice):
+    run = watched(DEMO, 3, noise=Noise(outliers=0.0))
+    settings = TransientStallSettings(notable_seconds=notable)
+    run._detectors = [TransientStallDetector(run.generation, run.policy, settings)]
+    run.advance(40)
+    run.stalled = {5: 0.5 * STEP_SECONDS}
+    run.advance(1)
+    run.stalled = {}
+    [found] = run.advance(20)
+    assert found.summary.endswith(text)
+    assert (found.advice is not None) == has_advice
+
+
 def test_a_stall_as_short_as_a_busy_host_makes_them_is_not_reported():
     run = watched(DEMO, 3, noise=Noise(outliers=0.0))
     settings = TransientStallSettings(least_seconds=0.6 * STEP_SECONDS)

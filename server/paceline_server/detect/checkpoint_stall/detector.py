@@ -23,7 +23,7 @@ from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import CHECKPOINT_STALL, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.reporting import cost_text, gain
+from paceline_server.detect.reporting import cost_text, duration_text, gain
 from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
 
@@ -188,10 +188,13 @@ class CheckpointStallDetector(Detector):
         node = self.generation.node(rank)
         seconds, own = float(newest.seconds[rank]), float(before[rank])
         normal = max(newest.typical, own)
-        usual = f"instead of {_text(own)}"
+        usual = f"instead of {duration_text(own)}"
         if newest.typical >= own:
-            usual = f"its peers take {_text(newest.typical)}"
-        takes = f"{self.generation.subject(rank)} takes {_text(seconds)} to write its checkpoint"
+            usual = f"its peers take {duration_text(newest.typical)}"
+        takes = (
+            f"{self.generation.subject(rank)} takes {duration_text(seconds)} to write its "
+            "checkpoint"
+        )
         return msgspec.structs.replace(
             self._stall(f"{takes}, {usual}", seconds, normal, now_ns),
             fingerprint=f"checkpoint_stall:{rank if node is None else node}",
@@ -216,7 +219,8 @@ class CheckpointStallDetector(Detector):
             ):
                 seconds = latest[-1].typical
                 finding = self._stall(
-                    f"Checkpoints take {_text(seconds)} on all ranks instead of {_text(usual)}",
+                    f"Checkpoints take {duration_text(seconds)} on all ranks instead of "
+                    f"{duration_text(usual)}",
                     seconds,
                     usual,
                     now_ns,
@@ -239,7 +243,7 @@ class CheckpointStallDetector(Detector):
             return []
         seconds = blocked / len(checkpoints)
         finding = self._stall(
-            f"Each checkpoint blocks training for {_text(seconds)}", seconds, 0.0, now_ns
+            f"Each checkpoint blocks training for {duration_text(seconds)}", seconds, 0.0, now_ns
         )
         return [
             msgspec.structs.replace(finding, cause=BLOCKING, severity="info", persistence="chronic")
@@ -275,8 +279,3 @@ class CheckpointStallDetector(Detector):
                 )
             ],
         )
-
-
-def _text(seconds: float) -> str:
-    """Return "40 ms" or "1.5 s"."""
-    return f"{seconds * 1e3:.0f} ms" if seconds < 0.995 else f"{seconds:.1f} s"

@@ -22,6 +22,7 @@ from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.host_load import cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import TRANSIENT_STALL, Kind
 from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.reporting import duration_text
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.change_point import (
     NEWEST,
@@ -41,6 +42,10 @@ WORST_STEPS = 512  # number of steps whose worst stall is remembered
 # Steps within which this many reported stalls of a size make such stalls usual for the job.
 REPORTED_STEPS = 256
 USUAL_REPORTS = 3
+_LONG_STALL_ADVICE = (
+    "If the script evaluates or saves there on this rank alone, the others wait for it: share that "
+    "work among all ranks, or do it less often."
+)
 
 
 @dataclass(slots=True)
@@ -184,13 +189,15 @@ class TransientStallDetector(Detector):
         if stall.steps > 1:
             when = f"in steps {stall.onset_step}-{stall.onset_step + stall.steps - 1}"
         subject = self.generation.subject(rank)
+        is_long = stall.seconds >= self.settings.notable_seconds
         return self.finding(
             f"transient_stall:{rank}",
             cause="transient stall",
             summary=(
-                f"{subject} stalled for {stall.seconds * 1e3:.0f} ms {when} "
-                "and is as fast as before again. No action is needed."
+                f"{subject} stalled for {duration_text(stall.seconds)} {when} "
+                f"and is as fast as before again.{'' if is_long else ' No action is needed.'}"
             ),
+            advice=_LONG_STALL_ADVICE if is_long else None,
             now_ns=observation.now_ns,
             rank=rank,
             onset_step=stall.onset_step,

@@ -18,6 +18,8 @@ class TransientStallSettings:
     least_seconds: float = 0.02
     # ... and how many times the worst of the earlier steps it must be: step times have heavy tails.
     over_worst: float = 1.25
+    # Stalls of this length cost something, and come with advice.
+    notable_seconds: float = 1.0
     # The finding is cleared after this many steps without another stall, long enough for a person
     # to see it.
     reported_steps: int = 50
