@@ -182,4 +182,8 @@ def _healthy(session: Session, job: models.JobRow) -> str:
     if uneven > _EVEN_RATIO:
         some = f"ranks that took longer in some cost {percent(uneven)} of the time (imbalance)"
         return f"No rank is slow in most steps, but {some}{pace}."
-    return f"All {world_size} ranks within {percent(max(spread, 0.01))} of their peers{pace}."
+    count = len(slowdowns)
+    within = f"within {percent(max(spread, 0.01))} of their peers{pace}."
+    if count < world_size:  # the others have no steps, or no peers
+        return f"{count} of {world_size} ranks were compared and are {within}"
+    return f"All {world_size} ranks {within}"

@@ -69,6 +69,11 @@ class Assembler:
         step = int(self._newest[rank])
         return None if step < 0 else step
 
+    @property
+    def ranks_with_steps(self) -> int:
+        """The number of ranks that have finished a step."""
+        return int((self._newest >= 0).sum())
+
     def take_moved(self) -> list[int]:
         """Return the ranks that have finished a step since the last call."""
         moved: list[int] = np.flatnonzero(self._moved).tolist()

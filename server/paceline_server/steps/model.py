@@ -107,10 +107,11 @@ class StepModel:
     def _finish(self, step: int, spans: Spans) -> FinishedStep | None:
         """Finish a step.
 
-        Return None if so few ranks are left that their sum would be misleading.
+        Return None if so few of the ranks that have steps are left that their sum would be
+        misleading.
         """
         timeline = StepTimeline(spans)
-        if 2 * len(timeline) < self.topology.world_size:
+        if 2 * len(timeline) < self._assembler.ranks_with_steps:
             return None
         grid = grid_of(self.topology)
         compute = compute_rows(spans, timeline)

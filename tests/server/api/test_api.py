@@ -393,6 +393,18 @@ def test_a_job_whose_communication_is_not_seen_is_not_called_even(
         assert shown["verdict"]["text"] == text
 
 
+def test_a_healthy_verdict_counts_the_ranks_that_were_compared(
+    server: Any, client: httpx.Client
+) -> None:
+    job_id = post_job(server.url, dp=3)
+    with server.program.database.write() as session:
+        job = session.get_one(JobRow, job_id)
+        job.state, job.step = "running", 4
+    put(server, *(row for number in range(5) for row in step(job_id, number, generation=0)))
+    text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
+    assert text == "2 of 3 ranks were compared and are within 1% of their peers."
+
+
 def test_the_verdict_is_the_worst_open_incident(server: Any, client: httpx.Client) -> None:
     job_id = post_job(server.url)
     put(server, incident(job_id, 1, "resolved"))

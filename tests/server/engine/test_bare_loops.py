@@ -110,3 +110,11 @@ def test_ranks_that_are_far_apart_in_their_steps_are_not_idle() -> None:
     assert job.step_seconds == pytest.approx((2 * 0.330 + 0.450) / 3)  # in seven of eight steps
     steps_per_second = ledger.efficiency.model_flops_per_second  # over the last 20 steps
     assert steps_per_second == pytest.approx(1 / 0.450, rel=0.05)
+
+
+def test_the_steps_of_a_learner_count_if_its_actors_have_none() -> None:
+    job = BareLoop()
+    for _ in range(64):
+        job.advance([step(300.0, 30.0)])
+    assert job.step_seconds == pytest.approx(0.330)
+    assert job.ledger.optimizer_seconds > 0.0
