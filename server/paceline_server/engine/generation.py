@@ -273,7 +273,11 @@ class RunningGeneration:
             if finding.kind == SLOW_LINK.name
         ]
         cost = max(links, default=0.0)
-        stragglers = set(_stragglers(filter(_is_straggler, self._active_findings.values())))
+        stragglers = {
+            rank: finding.slowdown or 1.0
+            for finding in filter(_is_straggler, self._active_findings.values())
+            for rank in _stragglers([finding])
+        }
         goodput = step_goodput(summary, timing, topology, metadata, least, stragglers, cost)
         return replace_fields(summary, goodput=goodput)
 

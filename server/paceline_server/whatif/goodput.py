@@ -11,7 +11,8 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -29,18 +30,20 @@ def step_goodput(
     topology: Topology,
     metadata: Mapping[str, str],
     straggler_slowdown: float,
-    stragglers: Collection[int] = (),
+    stragglers: Mapping[int, float] = MappingProxyType({}),
     link_cost_ratio: float = 0.0,
 ) -> StepGoodput:
     """Return the goodput of a step.
 
     Args:
         straggler_slowdown: a rank whose self time is this multiple of its peers' is slow.
-        stragglers: ranks that are reported as stragglers.
+        stragglers: ranks that are reported as stragglers, with the reported slowdown. It counts for
+            a rank without peers, such as the only one of its stage.
         link_cost_ratio: share of the step time that a healthy link would save (what-if).
     """
     ranks = timing.ranks
-    slowdown = np.array([rank.slowdown or 1.0 for rank in summary.ranks])
+    alone = np.array([rank.slowdown is None for rank in summary.ranks])
+    slowdown = np.array([rank.slowdown or stragglers.get(rank.rank, 1.0) for rank in summary.ranks])
     slow = slowdown >= straggler_slowdown
     excess = np.where(slow, ranks.self_seconds * (1.0 - 1.0 / slowdown), 0.0)
     stage = grid_of(topology).stage[ranks.rank]
@@ -50,10 +53,12 @@ def step_goodput(
     def speedup_without(fixed: Bools) -> float:
         if not fixed.any():
             return 1.0
-        found = replay.speedup(ranks=ranks.rank[fixed].tolist()) or _least_speedup(
-            excess * fixed, stage, summary.duration_seconds
+        own = np.flatnonzero(fixed & alone)
+        found = replay.speedup(
+            ranks=ranks.rank[fixed & ~alone].tolist(),
+            excess_seconds={int(ranks.rank[row]): float(excess[row]) for row in own},
         )
-        return max(found, 1.0)
+        return max(found or _least_speedup(excess * fixed, stage, summary.duration_seconds), 1.0)
 
     speedup = speedup_without(slow)
     of_reported = speedup if (reported == slow).all() else speedup_without(reported)

@@ -391,6 +391,20 @@ def test_a_straggler_costs_goodput_what_its_repair_would_gain():
     assert cost_ratio == pytest.approx(found.cost_ratio, rel=0.01)
 
 
+def test_a_straggler_without_peers_costs_goodput_what_is_reported():
+    """Each stage has one rank, which is compared with its own past only."""
+    job = SimulatedJob(Topology(1, 4, 1), jitter=0.0)
+    job.advance(20)
+    job.faults.slow = {2: 2.0}
+    outcome = job.advance(10)[-1]
+    [found] = [one for one in job.findings if one.kind == "straggler"]
+    last = outcome.steps[-1]
+    cost_ratio = last.goodput.straggler_seconds / last.duration_seconds
+    assert cost_ratio == pytest.approx(found.cost_ratio, rel=0.05)
+    job.faults.slow = {}
+    assert job.advance(20)[-1].steps[-1].goodput.straggler_seconds == 0.0
+
+
 def test_a_rank_with_more_to_do_by_design_is_an_imbalance_and_no_straggler():
     """As above, but rank 0 takes a quarter longer from the first step on: 0.6 s, 0.12 s lost.
 
