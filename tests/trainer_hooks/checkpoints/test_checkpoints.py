@@ -537,6 +537,16 @@ def test_a_directory_that_cannot_be_written_is_named(
         Script(tmp_path)
 
 
+@pytest.mark.parametrize("content", [None, b"", b"#!/bin/sh", b"\x7fELF\xff"])
+def test_a_file_of_the_script_in_place_of_paceline_s_own_is_named(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{path} is damaged, or not Paceline's"):
+        Script(tmp_path)
+
+
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_buffer_that_torch_cannot_load_is_refused(tmp_path: Path, persistent: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 2))

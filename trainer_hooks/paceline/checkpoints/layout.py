@@ -113,10 +113,13 @@ def run_of(directory: Path) -> str:
     path = directory / RUN
     if not path.exists():
         _write_durably(path, secrets.token_hex(16).encode())
-    run = path.read_text().strip()
-    if not re.fullmatch(r"[0-9a-f]{32}", run):
-        raise CheckpointError(f"{path} is damaged: delete it while no job uses the directory")
-    return run
+    content = path.read_bytes().strip() if path.is_file() else b""
+    if not re.fullmatch(rb"[0-9a-f]{32}", content):
+        raise CheckpointError(
+            f"{path} is damaged, or not Paceline's: move it away while no job uses the directory, "
+            "or name another directory"
+        )
+    return content.decode()
 
 
 def refuse_if_outdated(directory: Path, generation: int) -> None:
