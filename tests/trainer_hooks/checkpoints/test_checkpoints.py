@@ -62,6 +62,14 @@ def test_a_run_resumes_after_its_last_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(second.model.weight, whole.model.weight)
 
 
+def test_batches_are_counted_on_after_a_resume(tmp_path: Path) -> None:
+    Script(tmp_path).train(5, stop_after=4)
+    run = Script(tmp_path)
+    counts = [run.state.batches for _ in paceline.steps(range(5), state=run.state)]
+    assert counts == [3, 4, 5]
+    assert [run.state.batches for _ in paceline.steps(range(2), state=run.state)] == [1, 2]
+
+
 def test_completed_epochs_yield_nothing(tmp_path: Path) -> None:
     Script(tmp_path).train(4, epochs=3, stop_after=7)
     assert Script(tmp_path).train(4, epochs=3).seen == [102, 103, 200, 201, 202, 203]

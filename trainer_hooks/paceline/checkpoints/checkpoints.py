@@ -296,6 +296,20 @@ class Checkpoints:
         """Whether all ranks end their loops on request."""
         return self._driver.stopped
 
+    @property
+    def batches(self) -> int:
+        """Number of batches of this epoch that were taken, also before a resume.
+
+        `enumerate` counts those since the resume.
+
+        Example:
+            >>> for batch in paceline.steps(loader, state=state):
+            ...     loss(batch).backward()
+            ...     if state.batches % 4 == 0 or state.batches == len(loader):
+            ...         optimizer.step()
+        """
+        return self._position.batches
+
     def wait(self) -> bool:
         """Wait for the checkpoint in progress, if any. Return whether it was committed."""
         return self._checkpointer.wait()
