@@ -235,6 +235,28 @@ def test_what_the_script_does_between_epochs_is_not_repeated_after_a_save(
     assert torch.equal(loaded, weight), "its state is loaded all the same"
 
 
+def test_a_save_before_the_state_is_loaded_saves_nothing(tmp_path: Path) -> None:
+    """A checkpoint of step 0 would take precedence, because it is of a newer generation."""
+
+    def train(epochs: int) -> Script:
+        script = Script(tmp_path, every=0, memory=False)
+        script.state.save()
+        for _ in range(epochs):
+            script.train(3)
+            script.state.save()
+        script.state.wait()
+        return script
+
+    train(2)
+    before = saved_checkpoints(tmp_path)
+    assert [each.step for each in before] == [6, 3, 0]
+    again = train(2)
+    assert (again.seen, again.state.step, again.state.resumed_step) == ([], 6, 6)
+    assert saved_checkpoints(tmp_path) == before
+    last = train(3)
+    assert (last.seen, last.state.step, last.state.resumed_step) == ([0, 1, 2], 9, 6)
+
+
 def test_a_request_to_stop_before_the_loop_is_not_lost(tmp_path: Path) -> None:
     script = Script(tmp_path)
     script.state.request_stop()

@@ -248,7 +248,7 @@ class Checkpoints:
 
     def _stepped(self) -> None:
         self._optimizer_steps += 1
-        if self._optimizer_steps == _UNUSED_STEPS and not self._is_searched:
+        if self._optimizer_steps == _UNUSED_STEPS and self._position.epoch < 0:
             _log.warning(
                 "The optimizer has made %d steps in a loop without this state, so nothing is "
                 "resumed, and nothing saved by itself: use paceline.steps(loader, state=state).",
@@ -286,7 +286,12 @@ class Checkpoints:
         """Start a checkpoint of the current step, on all ranks; training continues meanwhile.
 
         In the body of a loop, call it at the end: the optimizer's step for the batch is included.
+        Nothing is saved before the checkpoint to resume from is loaded, such as after an epoch
+        that was completed before.
         """
+        self._search()
+        if self._saved_position is not None:
+            return
         self._count_step()
         with hooks.checkpoint():
             self._save()
