@@ -236,9 +236,13 @@ def _reason(error: BaseException, path: str | None) -> str:
     has_traceback = any(line.startswith("Traceback") for line in lines)
     text = lines[-1] if has_traceback else f"{type(error).__name__}: {' '.join(lines[:1])}"
     is_write = has_traceback or isinstance(error, OSError | RuntimeError)
-    if is_write and path is not None and _NO_SPACE not in text and _is_full(path):
-        return f"{_NO_SPACE}: {text}"
-    return text
+    return with_cause(text, path) if is_write and path is not None else text
+
+
+def with_cause(text: str, path: str) -> str:
+    """Return why a write to a path failed; first that there is no space left, if so."""
+    is_cause = _NO_SPACE not in text and _is_full(path)
+    return f"{_NO_SPACE}: {text}" if is_cause else text
 
 
 def _is_full(path: str) -> bool:

@@ -211,6 +211,18 @@ def test_a_write_error_gives_no_checkpoint_and_no_crash(
     assert loaded(opened(1)) == (12, {12.0})
 
 
+def test_a_full_disk_is_named_as_the_reason(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch reports it as an unexpected position in its zip file."""
+    monkeypatch.setattr("paceline.saves.FULL_BYTES", 1 << 80)
+    checkpointer = opened()
+    (tmp_path / Saved(0, 8).name / "__0_0.distcp").mkdir(parents=True)
+    checkpointer.save(8, state(8.0))
+    assert not checkpointer.wait()
+    assert "of step 8 was not committed: No space left on device: " in caplog.text
+
+
 def test_a_peer_that_dies_during_a_save_is_one_sentence(
     opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -67,6 +67,7 @@ from paceline.checkpoints.layout import (
 )
 from paceline.checkpoints.metadata import SafeReader
 from paceline.checkpoints.rank_group import RankGroup, reason_of
+from paceline.saves import with_cause
 
 _log = logging.getLogger(__name__)
 
@@ -322,12 +323,15 @@ class Checkpointer:
         def write() -> None:
             self._allow_alone()
             writer = FileSystemWriter(path)
-            save(
-                named,
-                storage_writer=writer,
-                process_group=peers.group,
-                no_dist=peers.group is None,
-            )
+            try:
+                save(
+                    named,
+                    storage_writer=writer,
+                    process_group=peers.group,
+                    no_dist=peers.group is None,
+                )
+            except CheckpointException as error:
+                raise CheckpointError(with_cause(reason_of(error), str(path))) from error
             files.update((file.name, describe(file)) for file in self._own_files(path))
 
         failure = peers.first(peers.attempt(write))
