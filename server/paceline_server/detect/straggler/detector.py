@@ -241,7 +241,9 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             return True
         ranks, onset_ns = reported.unit.ranks, reported.onset_ns
         usual = usual_wait_share(observation, self.generation, onset_ns)
-        if usual is not None and usual < LEAST_SHARE:  # the host may have become busy just now
+        # None if waits are not measured; `usual` also if they were not before the onset.
+        is_quiet = share is None or (usual is not None and usual < LEAST_SHARE)
+        if is_quiet:  # the host may have become busy just now
             rise = rise_of_own_waits(observation, self.generation, ranks, onset_ns)
             if rise < LEAST_SHARE:
                 return True
