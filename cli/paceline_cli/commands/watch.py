@@ -49,9 +49,11 @@ def watch(ctx: click.Context, server: str, token: str | None, command: tuple[str
     paceline watch -- torchrun --nproc-per-node 8 train.py
     srun paceline watch --server https://HOST:8470 -- python train.py
 
-    Sets PACELINE=1 and becomes COMMAND: signals, output and exit status are its own. If no agent
-    runs on this node, one is started for as long as COMMAND and others like it run; without
-    --server, and without a server on this machine, a server too. Its dashboard shows the job.
+    Sets PACELINE=1 and becomes COMMAND: signals, output and exit status are its own. For a torchrun
+    with --max-restarts it also sets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which ranks that
+    are started again may look for dead ones. If no agent runs on this node, one is started for as
+    long as COMMAND and others like it run; without --server, and without a server on this machine,
+    a server too. Its dashboard shows the job.
     """
     if command[0].startswith("-"):
         raise click.NoSuchOption(command[0])
