@@ -146,11 +146,8 @@ class TorchrunLauncher:
             return self._observe_ended(request, job)
         if job.sent:
             return _observe_sent(request, job)
-        if (obstacle := _obstacle(request, job)) is not None:
+        if (obstacle := _obstacle(request, job) or _shared_store(request, job)) is not None:
             return _seen("refused", obstacle, job)
-        may_wait = request.kind == "check" and request.is_training
-        if may_wait and (risk := _shared_store(job)) is not None:
-            return _seen("refused", risk, job)
         return _seen("ready", f"torchrun can start the ranks of {name} again.", job)
 
     def _observe_ended(self, request: LaunchRequest, job: _KnownJob) -> ShownRequest:
@@ -285,11 +282,13 @@ def _used_up(job: _KnownJob) -> str | None:
     )
 
 
-def _shared_store(job: _KnownJob) -> str | None:
+def _shared_store(request: LaunchRequest, job: _KnownJob) -> str | None:
     """Return why a job that trains is not restarted: the store has the addresses of its old ranks.
 
     A race of torch: https://github.com/pytorch/pytorch/issues/135712.
     """
+    if request.kind != "check" or not request.is_training:
+        return None
     if not any(TORCHRUN_SHARES_STORE in one.metadata for one in job.processes):
         return None
     return (
