@@ -9,13 +9,13 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from simulated_node import SimulatedNode, post_job, stop_all
 from sqlalchemy import func, select
-from sqlalchemy.exc import OperationalError
 
 from paceline_server.store.database import Database
 from paceline_server.store.models import (
@@ -155,7 +155,7 @@ def test_a_frozen_worker_cannot_write_after_it_wakes_up(
     zombie = cluster.worker()
     job_id = post_job(cluster.url)
     wait_for(lambda: (cluster.job(job_id)["step"] or 0) >= 3, "steps")
-    freeze(zombie, cluster.database)
+    freeze(zombie, cluster.database, wait_for)
     cluster.crash(0)
     cluster.worker()
     wait_for(lambda: cluster.job(job_id)["generation"] == 2, "the restart", 40.0)
@@ -174,20 +174,21 @@ def test_a_frozen_worker_cannot_write_after_it_wakes_up(
     assert len(stops) == len({command.command_id for command in stops}) == 3
 
 
-def freeze(worker: Any, database: Database) -> None:
-    """Stop the process outside a transaction.
+def freeze(worker: Any, database: Database, wait_for: Callable[..., Any]) -> None:
+    """Stop the process outside a transaction, by holding the lock of all writers meanwhile.
 
     PostgreSQL ends a transaction whose client is silent. SQLite cannot: a process that is stopped
     within one blocks all writers until it continues (docs/architecture.md).
     """
-    for _ in range(100):
+    with database.write():
         worker.signal(signal.SIGSTOP)
-        try:
-            with database.write():
-                return
-        except OperationalError:
-            worker.signal(signal.SIGCONT)
-    raise AssertionError("the worker was in a transaction 100 times")
+        wait_for(lambda: states(worker.process.pid) == {"T"}, "the stop of all threads")
+
+
+def states(pid: int) -> set[str]:
+    """Return the states of all threads: the letters of proc(5)."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return {(thread / "stat").read_text().rpartition(") ")[2][0] for thread in threads}
 
 
 @postgresql_first
