@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def client() -> Iterator[Client]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     with Client(f"http://127.0.0.1:{server.server_port}/") as made:
         yield made

@@ -52,7 +52,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(time, "sleep", lambda _: None)
     Handler.answers, Handler.keys = [(201, RUNNING)], []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever).start()
+        threading.Thread(target=http.serve_forever, args=(0.01,)).start()
         yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
 

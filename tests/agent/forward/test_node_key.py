@@ -103,7 +103,7 @@ def received() -> Iterator[tuple[str, list[str | None]]]:
     keys: list[str | None] = []
     handler = type("Handler", (_Recorder,), {"keys": keys})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}", keys
         server.shutdown()

@@ -93,7 +93,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Nodes) as listening:
-        thread = Thread(target=listening.serve_forever)
+        thread = Thread(target=listening.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{listening.server_port}"
         listening.shutdown()

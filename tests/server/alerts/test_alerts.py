@@ -71,7 +71,7 @@ def listener() -> Iterator[Listener]:
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     recorder.port = httpd.server_port
-    thread = threading.Thread(target=httpd.serve_forever)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
     thread.start()
     yield recorder
     httpd.shutdown()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -105,6 +107,7 @@ class SimulatedNode:
         self._seen: dict[int, bool] = {}
         self._lock = threading.Lock()
         self._gone = threading.Event()
+        self._stream: socket.socket | None = None  # that commands come from
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._send, self._listen)
         ]
@@ -115,6 +118,10 @@ class SimulatedNode:
 
     def stop(self) -> None:
         self._gone.set()
+        stream = self._stream
+        if stream is not None:  # Its next line may be seconds away.
+            with suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
         for thread in self._threads:
@@ -287,6 +294,7 @@ class SimulatedNode:
         with client.stream("GET", path) as answer:
             if answer.status_code != 200:
                 return
+            self._stream = answer.extensions["network_stream"].get_extra_info("socket")
             for line in answer.iter_lines():
                 if self._gone.is_set():
                     return

@@ -79,7 +79,7 @@ def library(
     torch_directory = Path(torch.__file__).parent
     include = torch_directory / "include"
     command = [
-        *("g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", str(SOURCE), "-DUSE_DISTRIBUTED"),
+        *("g++", "-std=c++20", "-O0", "-fPIC", "-shared", "-w", str(SOURCE), "-DUSE_DISTRIBUTED"),
         *(f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
         *(f"-L{torch_directory / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(built)),
     ]
