@@ -15,7 +15,12 @@ import numpy as np
 from paceline_server.steps.columns import Bools, Ints, Spans, concatenate
 from paceline_wire.spans import Flag, Op
 
-MAXIMUM_OPEN_STEPS = 64
+# Ranks that average their weights only now and then are hundreds of steps apart (DiLoCo, federated
+# averaging). That many steps may be open, as long as they hold few enough spans ...
+MAXIMUM_OPEN_STEPS = 1024
+MAXIMUM_OPEN_SPANS = 1 << 18  # a span takes 104 bytes, and a rank is counted as one
+# ... and these in any case.
+LEAST_OPEN_STEPS = 64
 # A rank that has ended no step when another has ended this many more has none, as a parameter
 # server: the steps are those of the others, until it ends one.
 STEPS_WITHOUT_A_RANK = 32
@@ -27,10 +32,11 @@ _STEP_BITS = 33  # a step number, plus one value for "none"
 
 
 class _OpenStep:
-    __slots__ = ("counts", "ended", "parts")
+    __slots__ = ("counts", "ended", "parts", "size")
 
     def __init__(self, world_size: int) -> None:
         self.parts: list[Spans] = []
+        self.size = world_size  # spans and ranks
         self.counts: Ints = np.zeros(world_size, dtype=np.int64)
         self.ended: Bools = np.zeros(world_size, dtype=np.bool_)
 
@@ -44,6 +50,7 @@ class _OpenStep:
             keep = ~full[spans.rank] | ends
             spans, ends = spans.where(keep), ends[keep]
         self.parts.append(spans)
+        self.size += len(spans)
         ended: Ints = spans.rank[ends]
         self.ended[ended] = True
         return ended
@@ -55,6 +62,7 @@ class Assembler:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._open: dict[int, _OpenStep] = {}
+        self._open_spans = 0  # the size of all open steps
         # The newest finished step of each rank; -1: none.
         self._newest: Ints = np.full(world_size, -1, dtype=np.int64)
         self._moved: Bools = np.zeros(world_size, dtype=np.bool_)
@@ -119,18 +127,33 @@ class Assembler:
             return
         opened = self._open.get(step)
         if opened is None:
-            if len(self._open) >= MAXIMUM_OPEN_STEPS:
-                self._evict()
+            if self._is_full():
+                self._make_room()
             opened = self._open[step] = _OpenStep(self._world_size)
+            self._open_spans += opened.size
+        self._open_spans -= opened.size
         ended = opened.add(spans)
+        self._open_spans += opened.size
         self._newest[ended] = np.maximum(self._newest[ended], step)
         self._moved[ended] = True
 
-    def _evict(self) -> None:
-        """Drop the open step that the fewest ranks have ended; the oldest of several."""
-        least = min(self._open, key=lambda step: (int(self._open[step].ended.sum()), step))
-        del self._open[least]
-        self.dropped_steps += 1
+    def _is_full(self) -> bool:
+        count = len(self._open)
+        is_large = count >= MAXIMUM_OPEN_STEPS or self._open_spans >= MAXIMUM_OPEN_SPANS
+        return is_large and count >= LEAST_OPEN_STEPS
+
+    def _make_room(self) -> None:
+        """Drop a quarter of the open steps: those that the fewest ranks have ended, the oldest
+        first."""
+        order = sorted(self._open, key=lambda step: (int(self._open[step].ended.sum()), step))
+        for step in order[: len(order) // 4]:
+            self._close(step)
+        self.dropped_steps += len(order) // 4
+
+    def _close(self, step: int) -> _OpenStep:
+        opened = self._open.pop(step)
+        self._open_spans -= opened.size
+        return opened
 
     def take_finished(self) -> list[tuple[int, Spans]]:
         """Return complete steps in order, each with the spans of the ranks that finished it."""
@@ -139,7 +162,7 @@ class Assembler:
             opened = self._open[step]
             if not self._is_complete(step, opened.ended):
                 break
-            del self._open[step]
+            self._close(step)
             self._closed = step
             if not opened.ended.any():
                 self.dropped_steps += 1

@@ -5,12 +5,14 @@ import random
 import numpy as np
 
 from paceline_server.steps.assembly import (
+    LEAST_OPEN_STEPS,
+    MAXIMUM_OPEN_SPANS,
     MAXIMUM_OPEN_STEPS,
     MAXIMUM_SPANS_PER_RANK,
     STEPS_WITHOUT_A_RANK,
     Assembler,
 )
-from paceline_server.steps.columns import FIELDS, Spans, block, concatenate, decode
+from paceline_server.steps.columns import FIELDS, STEP, Spans, block, concatenate, decode
 from paceline_server.steps.peers import medians_of_others
 from paceline_wire.batch import SpanBlock
 from paceline_wire.spans import RECORD, Flag, Op, to_columns
@@ -141,6 +143,33 @@ def test_invalid_step_numbers_do_not_fill_the_memory_or_block_other_steps():
         assembler.add(step_spans(rank, 1))
     assert finished(assembler) == [1]
     assert assembler.dropped_steps > 0
+
+
+def test_ranks_that_are_hundreds_of_steps_apart_are_compared():
+    assembler = Assembler(2)
+    done = []
+    for step in range(1, 1501):  # a rank that is as fast again, as between two averages of weights
+        assembler.add(step_spans(0, step))
+        if step % 2:
+            assembler.add(step_spans(1, step // 2))
+        done += assembler.take_finished()
+    assert [step for step, _ in done] == list(range(750))
+    assert all(set(spans.rank.tolist()) == {0, 1} for _, spans in done[1:])
+    assert assembler.dropped_steps == 0
+
+
+def test_steps_of_many_spans_are_fewer():
+    assembler = Assembler(2)
+    table = np.repeat(step_spans(0, 1, ended=False).table, MAXIMUM_OPEN_SPANS // 100, axis=1)
+    for step in range(1, 301):
+        assembler.add(concatenate([Spans(table), step_spans(0, step)]))
+        table[STEP] = step + 1
+    assert assembler.dropped_steps >= 200
+    for step in range(1, 301):
+        assembler.add(step_spans(1, step))
+    kept = [step for step, spans in assembler.take_finished() if 0 in spans.rank]
+    assert len(kept) <= LEAST_OPEN_STEPS
+    assert kept == list(range(301 - len(kept), 301))
 
 
 def test_decoding_drops_impossible_times_and_reads_unknown_values():
