@@ -47,6 +47,10 @@ it("says a metric's value in the unit of its name", () => {
   expect(plain(format.measured("DCGM_FI_DEV_SM_CLOCK", 1980))).toBe("1,980 MHz");
   expect(plain(format.measured("DCGM_FI_DEV_GPU_TEMP", 91))).toBe("91 °C");
   expect(format.measured("paceline_gpu_throttle_reason", 1)).toBe("on");
+  expect(format.measured("DCGM_FI_DEV_GPU_UTIL", 97)).toBe("97.0%");
+  expect(format.measured("paceline_rank_process_run_queue_wait_seconds_total", 0.561)).toBe("56.1%");
+  expect(format.measured("cpu_share", 0.04)).toBe("4.0%");
+  expect(plain(format.measured("node_memory_MemAvailable_bytes", 2 ** 31))).toBe("2 GiB");
   expect(format.measured(null, 0.0312)).toBe("0.0312");
 });
 

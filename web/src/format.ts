@@ -62,7 +62,7 @@ export function number(value: Maybe<number>): string {
     : value.toLocaleString("en", { maximumSignificantDigits: 3 });
 }
 
-/** A metric's value in the unit of its name; booleans as words. */
+/** A metric's value in the unit of its name; booleans as words. A counter of seconds is its rate, a share of time. */
 export function measured(metric: string | null | undefined, value: number): string {
   if (metric == null) return number(value);
   if (metric.endsWith("_throttle_reason")) return value === 0 ? "off" : "on";
@@ -72,7 +72,9 @@ export function measured(metric: string | null | undefined, value: number): stri
   if (metric.endsWith("_mhz")) return unit(number(value), "MHz");
   if (metric.endsWith("_celsius")) return celsius(value);
   if (metric.endsWith("_seconds")) return seconds(value);
-  if (metric.endsWith("_ratio")) return percent(value);
+  if (metric.endsWith("_bytes")) return bytes(value);
+  if (metric.endsWith("_UTIL")) return percent(value / 100);
+  if (/_(ratio|share|seconds_total)$/.test(metric)) return percent(value);
   return number(value);
 }
 
