@@ -162,6 +162,31 @@ def test_an_error_that_the_script_handled_is_not_the_cause_of_an_abort(job):
     assert found.cause == f"killed by SIGABRT: {CLOSED}"
 
 
+REPORTED = """Traceback (most recent call last):
+  File "/home/user/train.py", line 31, in <module>
+    loss.backward()
+{error}
+"""  # by the hooks of an external rank, without torch's prefix
+
+
+def test_an_external_rank_that_aborts_at_its_exit_is_named_with_the_error_that_it_reported(job):
+    lost = REPORTED.format(error=f"RuntimeError: {RESET}")
+    raised = REPORTED.format(error="ValueError: bad batch")
+    job.exit(4, signal=6, log_tail=lost, since_error_ns=10**8)
+    job.exit(6, signal=6, log_tail=raised, since_error_ns=10**8, at_ns=job.now_ns + 10**9)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.cause) == (6, "killed by SIGABRT: ValueError: bad batch")
+
+
+def test_external_ranks_that_abort_because_their_connections_broke_say_so(job):
+    lost = REPORTED.format(error=f"RuntimeError: {RESET}")
+    for rank in (4, 6):
+        job.exit(rank, signal=6, log_tail=lost, since_error_ns=10**8)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.cause) == (None, f"killed by SIGABRT: RuntimeError: {RESET}")
+    assert found.summary.startswith("Connections between ranks broke before any rank ended.")
+
+
 @pytest.mark.parametrize(
     ("log_tail", "line"),
     [

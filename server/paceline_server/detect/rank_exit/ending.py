@@ -39,7 +39,9 @@ def is_cause(reported: ReportedExit) -> bool:
     if is_unknown(event):
         return False
     if event.signal == signal.SIGABRT:
-        return names_device_error(event.log_tail) or raised_by_itself(event.log_tail)
+        return names_device_error(event.log_tail) or raised_by_itself(
+            event.log_tail, is_error=_has_reported(event)
+        )
     return event.signal is not None or not is_consequence(event.log_tail)
 
 
@@ -79,7 +81,9 @@ def ending(event: RankExited) -> str:
 
 def cause_of(event: RankExited) -> str:
     if event.signal is not None:
-        quote = abort_line(event.log_tail) if event.signal == signal.SIGABRT else ""
+        quote = ""
+        if event.signal == signal.SIGABRT:
+            quote = abort_line(event.log_tail, is_error=_has_reported(event))
         return f"killed by {signal_name(event.signal)}" + (f": {quote}" if quote else "")
     if any(map(_OUT_OF_MEMORY.search, errors_in(event.log_tail) or [event.log_tail])):
         return OUT_OF_MEMORY
@@ -89,6 +93,11 @@ def cause_of(event: RankExited) -> str:
         return ENDED_EARLY
     quote = error_line(event.log_tail)
     return f"exit code {event.exit_code}" + (f": {quote}" if quote else "")
+
+
+def _has_reported(event: RankExited) -> bool:
+    """Return whether the log is the error that the rank reported when it ended."""
+    return event.since_error_ns > 0
 
 
 def signal_name(number: int) -> str:

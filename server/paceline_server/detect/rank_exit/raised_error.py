@@ -80,13 +80,17 @@ def error_line(log_tail: str) -> str:
     return _first_cause(_raised_errors(log_tail), log_tail) or _last_line(log_tail)
 
 
-def abort_line(log_tail: str) -> str:
+def abort_line(log_tail: str, *, is_error: bool) -> str:
     """Return the error because of which a process aborted itself; empty if it names none.
 
     A traceback counts if nothing caught its error, or if that is about the device: a script also
     logs errors that it handles.
+
+    Args:
+        log_tail: the last lines of output.
+        is_error: whether it is, instead, the error that the process reported when it ended.
     """
-    raised = [error for error in _raised_errors(log_tail) if _ends_process(error)]
+    raised = [error for error in _raised_errors(log_tail) if is_error or _ends_process(error)]
     return _first_cause(raised, log_tail)
 
 
@@ -107,10 +111,13 @@ def is_consequence(log_tail: str) -> bool:
     return errors[0].follows if errors else _follows(log_tail)
 
 
-def raised_by_itself(log_tail: str) -> bool:
-    """Return whether an error that nothing caught, and that no peer caused, ended the rank."""
+def raised_by_itself(log_tail: str, *, is_error: bool) -> bool:
+    """Return whether an error that nothing caught, and that no peer caused, ended the rank.
+
+    The arguments are those of `abort_line`.
+    """
     errors = _raised_errors(log_tail)
-    return bool(errors) and errors[0].is_uncaught and not errors[0].follows
+    return bool(errors) and (is_error or errors[0].is_uncaught) and not errors[0].follows
 
 
 def names_device_error(log_tail: str) -> bool:
