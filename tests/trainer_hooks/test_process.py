@@ -204,6 +204,13 @@ def test_the_error_is_reported_that_was_handled_when_the_script_exited(tmp_path:
     assert ending.error.rstrip().splitlines()[-1] == "OSError: disk gone"
 
 
+def test_the_first_error_of_a_group_is_reported(tmp_path: Path) -> None:
+    inner = "ExceptionGroup('unhandled errors in a TaskGroup', [OSError('disk gone'), KeyError(3)])"
+    assert run(LOOP + f"raise ExceptionGroup('several shards failed', [{inner}])", tmp_path).stderr
+    ending = read_ending(tmp_path / RING, os.getuid())
+    assert ending == Ending(1, None, "OSError: disk gone\n")
+
+
 def test_an_exit_that_the_script_catches_to_train_on_is_no_end(tmp_path: Path) -> None:
     caught = "import sys\ntry: sys.exit(4)\nexcept SystemExit: pass\n"
     assert run(LOOP + caught + "list(paceline.steps([0]))", tmp_path).returncode == 0

@@ -25,11 +25,14 @@ _UNRAISABLE = "Exception ignored"  # the interpreter writes these as well
 def ending_of(error: BaseException) -> Ending:
     """Return how a process ends with this error.
 
-    Of an exit with a bare number, the error is the one that was being handled.
+    Of an exit with a bare number, the error is the one that was being handled; of a group, such as
+    that of an `asyncio.TaskGroup`, its first one.
     """
     code = 1
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         code, error = error.code, error.__context__ or error
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
     return Ending(code & 0xFF, None, text)
 

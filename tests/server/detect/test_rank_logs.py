@@ -162,6 +162,17 @@ def test_an_error_that_the_script_handled_is_not_the_cause_of_an_abort(job):
     assert found.cause == f"killed by SIGABRT: {CLOSED}"
 
 
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "/home/user/train.py", line 31, in <module>
+  |     asyncio.run(main())
+  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/home/user/train.py", line 17, in rollout
+    |     raise OSError("disk gone")
+    | OSError: disk gone
+    +------------------------------------
+"""
 REPORTED = """Traceback (most recent call last):
   File "/home/user/train.py", line 31, in <module>
     loss.backward()
@@ -193,6 +204,7 @@ def test_external_ranks_that_abort_because_their_connections_broke_say_so(job):
         (f"step 3\n{NO_EXCEPTION}\n", NO_EXCEPTION),
         (f"{THROWN} 'std::bad_alloc'\n", "std::bad_alloc"),
         (f"step 3\n{HINTS.splitlines()[-1]}", "step 3"),
+        (GROUP, "OSError: disk gone"),
         ("", ""),
     ],
 )

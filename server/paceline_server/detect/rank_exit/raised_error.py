@@ -242,7 +242,7 @@ def _thrown_errors(log_tail: str) -> list[str]:
 
 
 def _last_line(log_tail: str) -> str:
-    lines = (line.strip() for line in reversed(log_tail.splitlines()))
-    return next((line for line in lines if line and not line.startswith(_CPP_FRAME)), "")[
-        :_MAX_QUOTE_LENGTH
-    ]
+    """Return the last line that is neither a rule nor a frame, without the margin of a group."""
+    lines = (line.strip(" |") for line in reversed(log_tail.splitlines()))
+    lines = (line for line in lines if any(map(str.isalnum, line)))
+    return next((line for line in lines if not line.startswith(_CPP_FRAME)), "")[:_MAX_QUOTE_LENGTH]
