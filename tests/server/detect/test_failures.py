@@ -338,12 +338,16 @@ def test_ranks_that_take_longer_to_end_on_request_are_named_as_soon_as_the_last_
     assert (found.severity, found.advice) == ("info", None)
 
 
-@pytest.mark.parametrize(("seconds", "culprit"), [(1, None), (-60, 5)])
-def test_a_rank_that_its_launcher_ends_after_a_timeout_is_not_the_cause(job, seconds, culprit):
-    """`mp.spawn` ends the other ranks of the node. One that was ended a minute before is."""
+@pytest.mark.parametrize("signal", [15, None])
+@pytest.mark.parametrize(("seconds", "culprit"), [(1, None), (-0.5, None), (-60, 5)])
+def test_a_rank_that_its_launcher_ends_after_a_timeout_is_not_the_cause(
+    job, signal, seconds, culprit
+):
+    """`mp.spawn` and torchrun end the other ranks of the node, also before the process of the one
+    that failed is gone. A rank that was ended a minute before is the cause."""
     late = "RuntimeError: [Rank 4]: Rank 5 failed to pass monitoredBarrier in 20000 ms"
     job.exit(4, exit_code=1, log_tail=late, since_error_ns=10**9)
-    job.exit(5, signal=15, at_ns=job.now_ns + seconds * 10**9)
+    job.exit(5, signal=signal, at_ns=job.now_ns + int(seconds * 10**9))
     [found] = all_nodes_report(job)
     assert found.rank == culprit
     if culprit is None:

@@ -90,6 +90,7 @@ class ExitDetector(Detector):
         self._abnormal: dict[int, ReportedExit] = {}
         self._finished: dict[int, ReportedExit] = {}  # exited with code 0 without a command
         self._waiting_ranks: set[int] = set()  # exited while waiting for other ranks
+        self._ended_ranks: set[int] = set()  # by their launcher, after a timeout of another rank
         self._joining: dict[int, float] = {}  # seconds in `init_process_group`, if not returned
         self._reported_rank: int | None = None  # the culprit, or the first of several
         self._requested: dict[int, ReportedExit] = {}  # stopped on request: see below
@@ -105,7 +106,7 @@ class ExitDetector(Detector):
         for reported in observation.exits:
             self._add(reported, observation)
         if observation.exits:
-            self._forget_signals_after_timeout()
+            self._find_ended_ranks()
         self._oom_kills.add(observation)
         if self._requested and not any(map(is_cause, self._abnormal.values())):
             return self._stopped_on_request(observation)
@@ -146,11 +147,12 @@ class ExitDetector(Detector):
                 if view.status == "joining" or communication_frames(view):
                     self._waiting_ranks.add(rank)
 
-    def _forget_signals_after_timeout(self) -> None:
-        """Count a rank that SIGTERM ended after a collective of another rank of its node had timed
-        out as one that ended in an unknown way.
+    def _find_ended_ranks(self) -> None:
+        """Find the ranks that ended by SIGTERM, or in an unknown way, after a collective of another
+        rank of their node had timed out.
 
-        The launcher, such as `mp.spawn`, ended it because the other one failed.
+        The launcher, such as `mp.spawn` or torchrun, ended them because the other one failed: the
+        signal does not count.
         """
         timed_out = [
             other
@@ -159,11 +161,12 @@ class ExitDetector(Detector):
         ]
         for rank, reported in self._abnormal.items():
             event = reported.event
-            if event.signal == signal.SIGTERM and any(
+            if (is_unknown(event) or event.signal == signal.SIGTERM) and any(
                 other.node == reported.node
                 and other.time_ns - other.event.since_error_ns < reported.time_ns
                 for other in timed_out
             ):
+                self._ended_ranks.add(rank)
                 unknown = replace_fields(event, signal=None)
                 self._abnormal[rank] = replace(reported, event=unknown)
 
@@ -178,7 +181,7 @@ class ExitDetector(Detector):
     def _order_of_blame(self, reported: ReportedExit) -> tuple[int, bool, int, int]:
         event = reported.event
         certainty = 2 if is_cause(reported) else 1 if has_aborted_itself(reported) else 0
-        was_victim = is_unknown(event) and event.rank in self._waiting_ranks
+        was_victim = is_unknown(event) and event.rank in self._waiting_ranks | self._ended_ranks
         # Processes take unequally long to end after an error.
         first_ns = reported.time_ns - (event.since_error_ns if certainty == 2 else 0)
         return -certainty, was_victim, first_ns, event.rank
