@@ -3,7 +3,7 @@
 The exit status comes from the kernel if it is available (`collect.exit_status`), otherwise from the
 report of the rank or of torchrun; without a report it is unknown. A SIGTERM that torchrun has not
 reported does not count: torchrun reports the ranks that fail first, and ends the others with it. So
-does Slurm, which reports none.
+does Slurm, which reports none, and any launcher may end a rank that has already reported an error.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RankEnd:
         """
         if code >= 0:
             return ending.signal is not None
-        if code != -SIGTERM or not self._ends_others:
+        if code != -SIGTERM or not (self._ends_others or ending.error):
             return False
         return ending.signal != SIGTERM and ending.launcher_signal is None
 

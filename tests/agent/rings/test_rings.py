@@ -358,6 +358,7 @@ def test_the_exit_status_of_a_rank_is_known_after_its_parent_asked_for_it(
         pytest.param("torchrun", Ending(signal=15), (None, signal.SIGTERM), id="failed first"),
         pytest.param("torchrun", None, (None, None), id="ended after another rank"),
         pytest.param("torchrun", Ending(1, error="reset"), (1, None), id="after its own error"),
+        pytest.param("", Ending(1, error="reset"), (1, None), id="ended by mp.spawn after it"),
         pytest.param("slurm", None, (None, None), id="ended by srun after another rank"),
     ],
 )
