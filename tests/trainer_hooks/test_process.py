@@ -204,6 +204,15 @@ def test_the_error_is_reported_that_was_handled_when_the_script_exited(tmp_path:
     assert ending.error.rstrip().splitlines()[-1] == "OSError: disk gone"
 
 
+def test_a_long_error_is_reported_with_its_first_and_its_last_line(tmp_path: Path) -> None:
+    """`load_state_dict` lists all keys."""
+    run(LOOP + "raise RuntimeError('Missing keys:\\n' + 'weight, ' * 2000 + '\\nlast')", tmp_path)
+    ending = read_ending(tmp_path / RING, os.getuid())
+    assert ending is not None
+    *_, first, _keys, last = ending.error.splitlines()
+    assert (first, last) == ("RuntimeError: Missing keys:", "last")
+
+
 def test_the_first_error_of_a_group_is_reported(tmp_path: Path) -> None:
     inner = "ExceptionGroup('unhandled errors in a TaskGroup', [OSError('disk gone'), KeyError(3)])"
     assert run(LOOP + f"raise ExceptionGroup('several shards failed', [{inner}])", tmp_path).stderr

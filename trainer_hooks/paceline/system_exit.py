@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from paceline_wire.ending import Ending
 
 FRAMES_OF_AN_ERROR = 10  # the innermost ones
+_LONGEST_PART = 2000  # characters of a message, or of one frame
 _UNRAISABLE = "Exception ignored"  # the interpreter writes these as well
 
 
@@ -33,8 +34,17 @@ def ending_of(error: BaseException) -> Ending:
         code, error = error.code, error.__context__ or error
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    text = "".join(traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR))
-    return Ending(code & 0xFF, None, text)
+    parts = traceback.format_exception(error, limit=-FRAMES_OF_AN_ERROR)
+    return Ending(code & 0xFF, None, "".join(map(_shortened, parts)))
+
+
+def _shortened(part: str) -> str:
+    """Return it without its middle if it is long, such as a list of all keys of a `state_dict`.
+
+    The first line of a message names the error, and its end may be the error of a loader worker.
+    """
+    half = _LONGEST_PART // 2
+    return part if len(part) <= _LONGEST_PART else f"{part[:half]} ... {part[-half:]}"
 
 
 class SystemExitWatch:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-ERROR_CHARACTERS = 4096  # the end of a longer traceback is kept
+ERROR_CHARACTERS = 8192  # the end of a longer traceback is kept
 _FILE_BYTES = 1 << 16
 ROOT = 0
 
