@@ -666,6 +666,15 @@ def test_ranks_that_never_connected_lost_no_connection(job, error):
     assert found.summary.startswith(expected)
 
 
+def test_all_ranks_that_lost_connections_are_named_in_whichever_words_they_report_it(job):
+    aborted = RESET.replace("Connection closed by peer", "Software caused connection abort")
+    for rank in job.ranks:
+        job.exit(rank, exit_code=1, log_tail=RESET if rank < 7 else aborted)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.ranks) == (None, [*job.ranks])
+    assert found.summary.startswith("Connections between ranks broke before any rank ended. Rank 0")
+
+
 def test_no_end_of_a_broken_connection_is_blamed(job):
     for rank in (3, 6):
         job.exit(rank, exit_code=1, log_tail=RESET)

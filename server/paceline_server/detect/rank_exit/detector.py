@@ -264,6 +264,8 @@ class ExitDetector(Detector):
         if is_unknown(first.event):
             return len({nodes.get(rank) for rank in alike - self._waiting_ranks}) != 1
         others = [other for rank, other in self._abnormal.items() if rank not in alike]
+        if others and not is_cause(first):
+            return False  # connections broke: the words in which ranks report that differ
         return (
             2 * len(self._alike_or_unknown(first, observation)) >= world_size
             and not any(map(is_cause, others))
