@@ -106,3 +106,19 @@ def test_the_rank_that_failed_is_to_blame_and_not_a_peer_that_ended_before_it(
         assert failed.error == "Rank 0 (node-0) exited with code 1 before its first step."
     avoids_nodes = "if possible not on node-3" in following.reason
     assert avoids_nodes == explained, "else nothing shows whose fault it is"
+
+
+def test_a_rank_that_dies_before_the_first_steps_are_seen_is_no_failed_start() -> None:
+    """A server that is behind sees both at once: the node would be avoided, of one node forever."""
+    world = World()
+    world.until_running(1)
+    world.crash(3)
+    world.until(lambda: world.phase() == "observe")
+    for rank in range(8):
+        world._set(rank, step=20)
+    world.crash(3)
+    world.tick()
+    assert world.restart_actions()[0].state == "done"
+    world.until_running(3)
+    assert [one.state for one in world.restart_actions()] == ["done", "done"]
+    assert "not on" not in world.restart_actions()[1].reason

@@ -210,6 +210,8 @@ def _resumed_step(draft: Draft, progress: ActionProgress) -> int | None:
 
 def _fail_on_trouble(draft: Draft, action: ActionView) -> bool:
     """End the action if the new generation does not train; `propose` decides what follows."""
+    if all(rank.step is not None for rank in draft.ranks):
+        return False  # it has trained: what came afterwards is a failure of its own
     progress = progress_of(action)
     if _dead_ranks(draft) and not progress.exits_seen_ns:
         progress = replace(progress, exits_seen_ns=draft.now_ns)
