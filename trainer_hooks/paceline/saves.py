@@ -41,7 +41,7 @@ class Save(NamedTuple):
 
 
 Files = tuple[tuple[str, int, int], ...]  # name, bytes and time of the last change
-_NO_SPACE = "No space left on device"
+NO_SPACE = "No space left on device"
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -241,8 +241,8 @@ def _reason(error: BaseException, path: str | None) -> str:
 
 def with_cause(text: str, path: str) -> str:
     """Return why a write to a path failed; first that there is no space left, if so."""
-    is_cause = _NO_SPACE not in text and _is_full(path)
-    return f"{_NO_SPACE}: {text}" if is_cause else text
+    is_cause = NO_SPACE not in text and _is_full(path)
+    return f"{NO_SPACE}: {text}" if is_cause else text
 
 
 def _is_full(path: str) -> bool:

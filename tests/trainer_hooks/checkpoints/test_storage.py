@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,6 +223,60 @@ def test_a_full_disk_is_named_as_the_reason(
     checkpointer.save(8, state(8.0))
     assert not checkpointer.wait()
     assert "of step 8 was not committed: No space left on device: " in caplog.text
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, directory: Path, room: int) -> None:
+    """Have the disk take no more than `room` checkpoints."""
+    whole = storage.save
+
+    def save_if_room(*args: object, **options: object) -> object:
+        if len(saved_checkpoints(directory)) >= room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(storage, "save", save_if_room)
+
+
+def test_a_disk_that_takes_no_more_than_are_kept_takes_each_new_one(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill_disk(monkeypatch, tmp_path, room=2)
+    save(opened(keep=2), 1, 2, 3, 4)
+    assert saved_checkpoints(tmp_path) == [Saved(0, 4), Saved(0, 3)]
+    save(opened(1, keep=2), 5)  # a restart from a copy in memory
+    assert saved_checkpoints(tmp_path) == [Saved(1, 5), Saved(0, 4)]
+    assert caplog.text.count("deleted before a new one is written") == 2, "once per start"
+
+
+@pytest.mark.parametrize(("room", "keep"), [(1, 1), (1, 2), (2, 3)])
+def test_a_full_disk_takes_no_checkpoint_that_is_to_be_kept(
+    opened: Open,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    room: int,
+    keep: int,
+) -> None:
+    fill_disk(monkeypatch, tmp_path, room)
+    checkpointer = opened(keep=keep)
+    save(checkpointer, *range(1, room + 1))
+    checkpointer.save(9, state(9.0))
+    assert not checkpointer.wait()
+    assert len(saved_checkpoints(tmp_path)) == room
+    assert "no older checkpoint can be deleted for it" in caplog.text
+
+
+def test_a_full_disk_takes_no_checkpoint_if_the_newest_is_damaged(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch, tmp_path, room=2)
+    save(opened(keep=2), 1, 2)
+    (file,) = (tmp_path / Saved(0, 2).name).glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    checkpointer = opened(1, keep=2)
+    checkpointer.save(3, state(3.0))
+    assert not checkpointer.wait()
+    assert loaded(opened(2)) == (1, {1.0})
 
 
 def test_a_peer_that_dies_during_a_save_is_one_sentence(

@@ -50,6 +50,7 @@ from paceline.checkpoints.errors import (
     UnreadableError,
 )
 from paceline.checkpoints.layout import (
+    COMMITTED,
     DAMAGED,
     Entry,
     Saved,
@@ -67,7 +68,7 @@ from paceline.checkpoints.layout import (
 )
 from paceline.checkpoints.metadata import SafeReader
 from paceline.checkpoints.rank_group import RankGroup, reason_of
-from paceline.saves import with_cause
+from paceline.saves import NO_SPACE, with_cause
 
 _log = logging.getLogger(__name__)
 
@@ -173,6 +174,8 @@ class Checkpointer:
         self._latest: tuple[int, Future[str | None]] | None = None
         self._on_result = on_result
         self._stager: DefaultStager | None = None
+        self._intact: Saved | None = None  # the newest that this rank has committed
+        self._was_full = False
         self._broken: str | None = None  # why the group can no longer be used
         failure = self.peers.on_rank_0(lambda: claim(directory, generation))
         if failure:
@@ -316,9 +319,21 @@ class Checkpointer:
         return self.peers.attempt(partial(refuse_if_outdated, self.directory, self.generation))
 
     def _write(self, step: int, path: Path, state: dict[str, Tensor]) -> str | None:
-        peers, files = self.peers, dict[str, Entry]()
+        peers = self.peers
         variants = self._find_variants(state)
         named = {_name_of(name, peers.rank, variants): value for name, value in state.items()}
+        failure = self._write_once(step, path, named, variants)
+        if failure is not None and NO_SPACE in failure:
+            refusal = peers.on_rank_0(lambda: self._make_room(path))
+            if refusal is None:
+                return self._write_once(step, path, named, variants)
+            failure += f"; {refusal}"
+        return failure
+
+    def _write_once(
+        self, step: int, path: Path, named: dict[str, Tensor], variants: Variants
+    ) -> str | None:
+        peers, files = self.peers, dict[str, Entry]()
 
         def write() -> None:
             self._allow_alone()
@@ -341,6 +356,31 @@ class Checkpointer:
         if failure is not None and peers.rank == 0:
             peers.attempt(lambda: discard(path))
         return failure
+
+    def _make_room(self, path: Path) -> None:
+        """Delete the oldest checkpoint, which the new one at `path` would have replaced.
+
+        Never the last one, and only if the newest is intact. Raises CheckpointError if it has to
+        stay.
+        """
+        kept = saved_checkpoints(self.directory)
+        if len(kept) < max(2, self.keep) or (path / COMMITTED).exists():
+            raise CheckpointError("no older checkpoint can be deleted for it")
+        if kept[0] != self._intact:
+            newest = self.directory / kept[0].name
+            for name, entry in read_manifest(newest)["files"].items():
+                if describe(newest / name) != entry:
+                    raise CheckpointError(f"the newest checkpoint, {newest}, is damaged")
+        prune(self.directory, self.keep - 1, self.generation)
+        if not self._was_full:
+            self._was_full = True
+            _log.warning(
+                "The disk has no space for %d checkpoints and a new one: from now on the oldest "
+                "one, as of step %d, is deleted before a new one is written. Free space, or keep "
+                "fewer.",
+                self.keep,
+                kept[-1].step,
+            )
 
     def _allow_alone(self) -> None:
         """Leave out torch's warning that there is no process group: it is as it should be."""
@@ -397,6 +437,7 @@ class Checkpointer:
             "files": files,
         }
         commit(path, manifest, self.generation)
+        self._intact = Saved(self.generation, step)
         prune(self.directory, self.keep, self.generation)
 
     # Loading
