@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -476,10 +477,67 @@ def test_a_checkpoint_with_more_than_the_script_has_is_refused(tmp_path: Path) -
     run(model=model, optimizer=optimizer)
     with pytest.raises(OtherRunError, match=r"has a tensor model.1.bias, and this script"):
         run(model=model[:1])
-    with pytest.raises(OtherRunError, match=r"has a tensor optimizer.state.1.bias.exp_avg, and"):
+    with pytest.raises(OtherRunError, match=r"a parameter optimizer.1.bias, and the optimizer"):
         run(model=model, optimizer=torch.optim.AdamW(model[0].parameters()))
     with pytest.raises(OtherRunError, match="another kind of optimizer: SGD has the options"):
         run(model=model, optimizer=torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_group_that_was_added_while_the_script_trained_is_not_lost(
+    tmp_path: Path, memory: bool
+) -> None:
+    """Plain SGD has no states of parameters, by whose tensors this would be noticed."""
+
+    def run(stop_after: int, add_in: Callable[[int], bool]) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        state = paceline.Checkpoints(
+            tmp_path, every=1, memory=memory, model=model, optimizer=optimizer
+        )
+        for epoch in state.epochs(5):
+            if len(optimizer.param_groups) == 1 and add_in(epoch):
+                optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.2})
+            for _ in paceline.steps(range(2), state=state):
+                model(torch.ones(3)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if epoch == stop_after:
+                break
+        state.wait()
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    run(3, lambda epoch: epoch == 2)
+    with pytest.raises(OtherRunError, match=r"parameter optimizer.0.bias, .* add at a resume, too"):
+        run(4, lambda epoch: epoch == 2)
+    resumed = run(4, lambda epoch: epoch >= 2)
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert torch.equal(resumed, run(4, lambda epoch: epoch == 2))
+
+
+def test_layers_that_a_resume_leaves_frozen_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(stop_after: int, thaw_in: Callable[[int], bool]) -> None:
+        script = Script(tmp_path, every=1)
+        script.model.bias.requires_grad = False
+        for epoch in script.state.epochs(4):
+            if thaw_in(epoch):
+                script.model.bias.requires_grad = True
+            for _ in paceline.steps(range(2), state=script.state):
+                script.model(torch.ones(3)).sum().backward()
+                script.optimizer.step()
+            if epoch == stop_after:
+                break
+        script.state.wait()
+
+    run(1, lambda epoch: epoch == 1)
+    run(2, lambda epoch: epoch >= 1)
+    assert "requires_grad" not in caplog.text
+    run(3, lambda epoch: epoch == 1)
+    assert "1 parameters are not frozen (requires_grad), and 2 were not at step 6" in caplog.text
 
 
 def test_what_has_no_state_is_refused(tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ class Checkpoints:
             part = self._parts[name] = part_of(name, value, names)
             if isinstance(part, OptimizerPart):
                 self._counts_optimizers = True
+                self._position.optimizers.append(part.value)
                 # Weak: the threads of copies have the optimizer, which must not keep this object.
                 part.value.register_step_post_hook(partial(_call, WeakMethod(self._stepped)))
 
@@ -556,7 +557,20 @@ class Checkpoints:
         self._acted_step = self.step
         if world_size == peers.size:
             RandomStates().load_state_dict(saved["random"])
+            self._warn_if_frozen_otherwise(saved.get("trained"))  # a release before had none
         return loaded, world_size
+
+    def _warn_if_frozen_otherwise(self, trained: int | None) -> None:
+        own = self._position.trained()
+        if trained not in (None, own):
+            _log.warning(
+                "%d parameters are not frozen (requires_grad), and %d were not at step %d: what "
+                "the script freezes or unfreezes in an earlier epoch, it has to do at a resume, "
+                "too, before paceline.steps.",
+                own,
+                trained,
+                self.step,
+            )
 
     def _restore_copy(self, copy: CopyFile) -> set[str]:
         copies, peers, record = self._copies, self._checkpointer.peers, copy.record

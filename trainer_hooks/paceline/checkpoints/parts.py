@@ -325,6 +325,11 @@ class OptimizerPart(_Base):
         rest = {key: value for key, value in rest.items() if key != "state"}
         return found | {leaf.name: _empty_for(leaf) for leaf in leaves_of(rest).values()}
 
+    def missing(self, rest: Any) -> list[str]:
+        """Return the parameters that it had when it was saved, and has not now."""
+        own = self.parameters()
+        return [name for group in rest["groups"] for name in group["params"] if name not in own]
+
     def _refuse_other_kind(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise OtherRunError for the options of another optimizer; a release may only add some."""
         saved = {option for group in groups for option in group}

@@ -1,5 +1,7 @@
 """The position in the data: how many batches of which epoch were taken, and how to return to it.
 
+The number of parameters that train at this position is noted, too.
+
 A loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, returns
 there by itself. With any other, the epoch is started again with the random states that it started
 with, and the batches that were taken are skipped. Then the random states of the checkpoint are set.
@@ -11,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from paceline.checkpoints.random_states import RandomStates
 
@@ -20,6 +23,7 @@ class DataPosition:
 
     def __init__(self) -> None:
         self.loaders: list[Any] = []  # those that a loop may only have inside another iterable
+        self.optimizers: list[Optimizer] = []
         self.epoch = -1  # number of the one in progress
         self.batches = 0  # taken in this epoch
         self.is_over = False  # this epoch, and its loop was left
@@ -36,8 +40,18 @@ class DataPosition:
             "is_over": self.is_over,
             "batches_per_step": self.batches_per_step,
             "began_with": self._began_with,
+            "trained": self.trained(),
             "random": RandomStates().state_dict(),
         }
+
+    def trained(self) -> int:
+        """Return how many parameters of the optimizers are not frozen."""
+        return sum(
+            parameter.requires_grad
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def took(self, skipped: int = 0) -> None:
         """Count a batch that was taken, and those that were left out before it."""

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
-from paceline.checkpoints.parts import HAS_NAMES, ModulePart, StatePart, unstorable_kind
+from paceline.checkpoints.parts import (
+    HAS_NAMES,
+    ModulePart,
+    OptimizerPart,
+    StatePart,
+    unstorable_kind,
+)
 from paceline.checkpoints.storage import Checkpointer, Verified
 from paceline.checkpoints.trees import decode, encode, leaves_of, put_together
 
@@ -85,6 +91,7 @@ class StoredState:
             for name, tensors in targets.items()
             for key, tensor in tensors.items()
         }
+        self._refuse_missing(wanted, whole)
         self._refuse_unused(wanted, targets)
         self._checkpointer.read(self._found, into)
         for name, part in wanted.items():
@@ -95,6 +102,24 @@ class StoredState:
                     f"the state {name!r} in {self._found.path} does not fit: {error}"
                 ) from error
         return set(wanted)
+
+    def _refuse_missing(self, parts: Mapping[str, StatePart], rests: Mapping[str, Any]) -> None:
+        """Raise OtherRunError if an optimizer lacks parameters that it had: not all would train."""
+        own = {
+            f"{name}.{key}"
+            for name, part in parts.items()
+            if isinstance(part, OptimizerPart)
+            for key in part.missing(rests[name])
+        }
+        every = self._checkpointer.peers.gather(own)
+        # With another number of ranks, a parameter may be one of another rank now.
+        lost = set().union(*every) if self.is_of_same_ranks else own.intersection(*every)
+        if lost:
+            raise OtherRunError(
+                f"{self._found.path} has a parameter {min(lost)}, and the optimizer here has none: "
+                "use the same one. What the script adds while it trains (add_param_group), it has "
+                "to add at a resume, too, before paceline.steps"
+            )
 
     def _refuse_unused(
         self, parts: Mapping[str, StatePart], targets: Mapping[str, Mapping[str, Tensor]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.memory.file import CopyFile, local_of, sharding_of
-from paceline.checkpoints.parts import HAS_NAMES, ModulePart, StatePart
+from paceline.checkpoints.parts import HAS_NAMES, ModulePart, OptimizerPart, StatePart
 from paceline.checkpoints.trees import leaves_of, put_together
 
 
@@ -34,9 +34,12 @@ class MemoryState:
             if name not in self._copy.part_names:
                 return f"they have no state {name!r}"
             try:
-                targets = part.targets(self._copy.rest(name))
+                rest = self._copy.rest(name)
+                targets = part.targets(rest)
             except (KeyError, RuntimeError, ValueError, CheckpointError) as error:
                 return f"the state {name!r} does not fit: {error}"
+            if isinstance(part, OptimizerPart) and (missing := part.missing(rest)):
+                return f"{name} has the parameter {missing[0]} there and not here"
             differences = (self._compare(name, *each) for each in targets.items())
             reason = next(filter(None, differences), None)
             reason = reason or self._unused(name, part, targets) or self._poison(name, part)
