@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import time
@@ -135,3 +136,18 @@ def test_an_error_of_a_lost_peer_is_recognized_in_what_it_led_to() -> None:
     assert is_lost_peer(RuntimeError(GLOO))
     assert not is_lost_peer(ValueError("batch is broken"))
     assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_a_connection_of_the_script_that_is_reset_is_no_lost_peer() -> None:
+    """It would wait for a generation that does not follow, and lose its error."""
+
+    def read() -> None:
+        try:
+            raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+        except ConnectionResetError as error:
+            raise ValueError(f"cannot read shard 3: {error}") from error
+
+    with pytest.raises(ValueError, match="cannot read shard 3") as raised:
+        read()
+    assert not is_lost_peer(raised.value)
+    assert not is_lost_peer(BrokenPipeError(errno.EPIPE, "Broken pipe"))

@@ -334,7 +334,11 @@ def _raise_in(thread_id: int, kind: type[BaseException] | None) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error, or one that it followed from, reports that a peer is gone."""
+    """Return whether an error, or one that it followed from, reports that a peer is gone.
+
+    Those are of torch, RuntimeErrors. A connection of the script's own may be reset, too: such as
+    one to the storage of its data, an OSError.
+    """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -342,7 +346,7 @@ def is_lost_peer(error: BaseException) -> bool:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        if any(text in str(each) for text in _LOST_PEER):
+        if isinstance(each, RuntimeError) and any(text in str(each) for text in _LOST_PEER):
             return True
         pending += [each.__cause__, each.__context__]
         failures = getattr(each, "failures", None)  # torch's CheckpointException
