@@ -71,8 +71,17 @@ def start_python(
     return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.fixture(scope="session")
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where DeepSpeed builds its extension.
+
+    A build that was interrupted leaves its lock, for which all later ones would wait.
+    """
+    return tmp_path_factory.mktemp("torch_extensions")
+
+
 @pytest.fixture
-def run_ranks(tmp_path: Path) -> Run:
+def run_ranks(tmp_path: Path, extensions: Path) -> Run:
     """Run a script of this folder, which gets the output folder as its argument."""
 
     def run(script: str, framework: str, *, ranks: int = 2, **settings: str) -> list[RecordedRank]:
@@ -96,6 +105,7 @@ def run_ranks(tmp_path: Path) -> Run:
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONWARNINGS": "ignore",
+                "TORCH_EXTENSIONS_DIR": str(extensions),
             }
             processes.append(start_python(python, [HERE / script, output], environment | settings))
         try:
