@@ -7,8 +7,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -145,13 +147,13 @@ def test_a_user_without_a_home_directory_is_recorded_by_an_agent_that_runs(
     assert shown.startswith("recorded by the agent of this node, node-1;")
 
 
-def test_nodes_with_one_home_directory_share_neither_commands_nor_spool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: list[list[str]] = []
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of what is launched on this node, where no agent runs yet."""
+    arguments_of: list[list[str]] = []
 
     def launch(arguments: list[str], _: dict[str, str]) -> int:
-        launched.append(arguments)
+        arguments_of.append(arguments)
         read, write = os.pipe()
         os.write(write, b"ready\n")
         os.close(write)
@@ -160,6 +162,42 @@ def test_nodes_with_one_home_directory_share_neither_commands_nor_spool(
     monkeypatch.setenv("PACELINE_STATE_DIRECTORY", str(tmp_path))
     monkeypatch.setattr(command, "rings_of_running_agents", list)
     monkeypatch.setattr(companions, "launch", launch)
+    return arguments_of
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "is_used"),
+    [("known", 200, True), ("an agent's", 403, True), ("unknown", 401, False), (None, 200, False)],
+)
+def test_a_server_of_this_machine_is_used_if_it_accepts_this_user(
+    launched: list[list[str]], token: str | None, status: int, is_used: bool
+) -> None:
+    """Another user's server would refuse all data."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/api/v1/caller"
+            assert self.headers["Authorization"] == f"Bearer {token}"
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        shown = command._prepare({}, url, token, chosen=False)
+        server.shutdown()
+        thread.join()
+    assert (f"dashboard: {url} (an agent runs" in shown) == is_used
+    assert ("--database-url" in launched[0]) != is_used
+
+
+def test_nodes_with_one_home_directory_share_neither_commands_nor_spool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: list[list[str]]
+) -> None:
     for host in ("node-1", "node-2"):
         monkeypatch.setattr(command, "gethostname", lambda host=host: host)
         command._prepare({}, "http://127.0.0.1:9", None, chosen=True)

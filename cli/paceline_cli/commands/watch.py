@@ -18,7 +18,12 @@ from paceline_cli import companions
 from paceline_cli.client import without_proxy
 from paceline_cli.options import server_options
 from paceline_wire.address import SERVER_PORT, is_http_address
-from paceline_wire.local_token import STATE_DIRECTORY, state_directory
+from paceline_wire.local_token import (
+    STATE_DIRECTORY,
+    TokenFileError,
+    find_token,
+    state_directory,
+)
 from paceline_wire.node_directory import (
     MEMORY,
     PREFIX,
@@ -148,7 +153,7 @@ def _start(
     environment: dict[str, str], server: str, token: str | None, chosen: bool, logs: Path
 ) -> str:
     """Start an agent, and a server unless there is one; return where the job is shown."""
-    needs_server = not chosen and not _responds(server)
+    needs_server = not chosen and not _accepts(server, token, environment)
     missing = [
         extra
         for extra, module in (("agent", "tenacity"), ("server", "fastapi"))
@@ -186,11 +191,34 @@ def _start(
     return f"dashboard: {server} ({started} until the training ends{afterwards})"
 
 
+def _accepts(server: str, token: str | None, environment: dict[str, str]) -> bool:
+    """Return whether a server at this address accepts this user's agents: it may be another user's.
+
+    Raises NotRecordedError if the user's token must not be used.
+    """
+    try:
+        token = (
+            token
+            or environment.get("PACELINE_AGENT_TOKEN")
+            or find_token(server, "agent", environment)
+        )
+    except TokenFileError as error:
+        raise NotRecordedError(str(error)) from error
+    answer = None if token is None else _get(f"{server.rstrip('/')}/api/v1/caller", token)
+    # 403: the token is known, and only grants other requests.
+    return answer is not None and answer.status_code in (200, 403)
+
+
 def _responds(server: str) -> bool:
     """Return whether a Paceline server responds at this address."""
+    answer = _get(f"{server.rstrip('/')}/healthz")
+    return answer is not None and answer.status_code == 200 and answer.text.strip() == "ok"
+
+
+def _get(url: str, token: str | None = None) -> httpx.Response | None:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        with httpx.Client(timeout=2.0, mounts=without_proxy(server)) as client:
-            answer = client.get(f"{server.rstrip('/')}/healthz")
+        with httpx.Client(timeout=2.0, headers=headers, mounts=without_proxy(url)) as client:
+            return client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-        return False
-    return answer.status_code == 200 and answer.text.strip() == "ok"
+        return None
