@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -202,6 +203,15 @@ def test_the_error_is_reported_that_was_handled_when_the_script_exited(tmp_path:
     assert ending is not None
     assert ending.exit_code == 4
     assert ending.error.rstrip().splitlines()[-1] == "OSError: disk gone"
+
+
+@pytest.mark.parametrize("call", ["sys.exit(4)", "exit(4)"])
+def test_the_place_of_an_exit_with_a_bare_number_is_reported(tmp_path: Path, call: str) -> None:
+    handled = "import sys\ntry: raise OSError('disk gone')\nexcept OSError: pass\n"
+    assert run(f"{LOOP}{handled}def end(): {call}\nend()", tmp_path).returncode == 4
+    ending = read_ending(tmp_path / RING, os.getuid())
+    assert ending is not None
+    assert re.fullmatch(r"SystemExit: 4, raised in .+:\d+ end\n", ending.error)
 
 
 def test_a_long_error_is_reported_with_its_first_and_its_last_line(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 Python forgets the exception before anything at exit runs. Of one with a text the interpreter itself
 writes this to `sys.stderr`, so a write that no Python frame of the main thread calls is kept. One
 with a number comes from `sys.exit` or `exit`, whose calls are watched: after an error that the
-script handles (`except Exception: sys.exit(1)`) that error is kept as text, and not its frames.
+script handles (`except Exception: sys.exit(1)`) that error is kept as text, and not its frames;
+without one, the place of the call.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from _sitebuiltins import Quitter
 from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident, main_thread
+from types import FrameType
 from typing import Any, NoReturn
 
 from paceline_wire.ending import Ending
@@ -108,12 +110,18 @@ class SystemExitWatch:
     def _note(self, status: Any) -> None:
         with suppress(Exception):
             if get_ident() == main_thread().ident:  # in another thread it ends that one
-                self._exit = self._numbered(status)
+                self._exit = self._numbered(status, sys._getframe(2))
 
-    def _numbered(self, status: Any) -> tuple[Ending, int | None] | None:
+    def _numbered(self, status: Any, caller: FrameType) -> tuple[Ending, int | None] | None:
         """Return how the process ends with this number, and after how many steps."""
         if not isinstance(status, int) or not status:
             return None
-        error = SystemExit(status)
-        error.__context__ = sys.exc_info()[1]
-        return ending_of(error), self._completed_steps()
+        handled, code = sys.exc_info()[1], caller.f_code
+        if handled is None:
+            place = f"{code.co_filename}:{caller.f_lineno} {code.co_name}"
+            ending = Ending(status & 0xFF, None, f"SystemExit: {status}, raised in {place}\n")
+        else:
+            error = SystemExit(status)
+            error.__context__ = handled
+            ending = ending_of(error)
+        return ending, self._completed_steps()

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from simulated_job import WORLD, SimulatedJob
 
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.rank_exit.raised_error import error_line
+from paceline_server.detect.rank_exit.raised_error import error_line, error_place
 from paceline_wire.batch import RankState
 from paceline_wire.ring import GroupProgress
 from paceline_wire.spans import NONE_16, NONE_32, Op
@@ -80,10 +80,13 @@ def all_nodes_report(job: SimulatedJob) -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("raised", "error"),
-    [(TRACEBACK, f"torch.AcceleratorError: {ASSERTED}"), ("", ASSERTED)],
+    ("raised", "error", "place"),
+    [
+        (TRACEBACK, f"torch.AcceleratorError: {ASSERTED}", "/home/user/fault.py:31 <module>"),
+        ("", ASSERTED, None),
+    ],
 )
-def test_an_abort_names_the_error_of_the_device_and_its_assertion(job, raised, error):
+def test_an_abort_names_the_error_of_the_device_and_its_assertion(job, raised, error, place):
     asserted = f"{KERNEL}, thread: [0,0,0] {ASSERTION}\n"
     job.exit(5, signal=6, log_tail=f"149 6.8e-09\n{asserted}{raised}{abort(ASSERTED)}")
     job.now_ns += 10**8
@@ -92,7 +95,42 @@ def test_an_abort_names_the_error_of_the_device_and_its_assertion(job, raised, e
     assert found.summary == f"Rank 5 (node-2) was {found.cause}."
     texts = [one.text for one in found.evidence]
     assert texts[0].endswith("of rank 5 (node-2): killed by SIGABRT")
-    assert texts[1] == f"its log: {error} ({ASSERTION[:-1]})"
+    where = f", raised in {place}" if place else ""
+    assert texts[1] == f"its log: {error} ({ASSERTION[:-1]}){where}"
+
+
+RAISED_IN_TORCH = """Traceback (most recent call last):
+  File "/home/me/train.py", line 30, in train
+    loss.backward()
+  File "/usr/lib/python3.11/site-packages/torch/_tensor.py", line 395, in backward
+    _engine_run_backward(
+RuntimeError: Expected all tensors to be on the same device
+"""
+
+
+@pytest.mark.parametrize(
+    ("log_tail", "place"),
+    [
+        (RAISED_IN_TORCH, "/home/me/train.py:30 train"),
+        (RAISED_IN_TORCH.replace("/home/me/train.py", "/opt/site-packages/x.py"), "_tensor.py:395"),
+        (f"{RAISED_IN_TORCH}\nThe above exception was the direct cause of\n\n"
+         'Traceback (most recent call last):\n  File "a.py", line 3, in main\nOSError: no batch',
+         "a.py:3 main"),
+        (RAISED_IN_TORCH.partition("Runtime")[0], None),
+        ("step 3", None),
+    ],
+)  # fmt: skip
+def test_the_place_of_an_error_is_the_innermost_one_of_the_script(log_tail, place):
+    found = error_place(log_tail)
+    assert found is None if place is None else place in found
+
+
+def test_the_evidence_of_an_error_says_where_it_was_raised(job):
+    job.exit(5, exit_code=1, log_tail=RAISED_IN_TORCH)
+    [found] = all_nodes_report(job)
+    texts = [one.text for one in found.evidence]
+    error = RAISED_IN_TORCH.splitlines()[-1]
+    assert texts[1] == f"its log: {error}, raised in /home/me/train.py:30 train"
 
 
 def test_an_abort_after_a_timeout_of_the_watchdog_names_the_collective_that_timed_out(job):

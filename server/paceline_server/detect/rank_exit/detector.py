@@ -55,6 +55,7 @@ from paceline_server.detect.rank_exit.mismatch import mismatched_collective
 from paceline_server.detect.rank_exit.out_of_memory import OomKills, memory_evidence
 from paceline_server.detect.rank_exit.raised_error import (
     error_line,
+    error_place,
     names_missing_connection,
     names_timeout,
 )
@@ -346,7 +347,9 @@ class ExitDetector(Detector):
         if killed is not None:
             evidence.append(killed)
         if quote:
-            evidence.append(Evidence(f"its log: {quote}"))
+            place = error_place(event.log_tail)
+            raised = f", raised in {place}" if place else ""
+            evidence.append(Evidence(f"its log: {quote}{raised}"))
         evidence += memory_evidence(culprit, observation, is_sure=killed is not None)
         together = self._ended_together(culprit)
         rank = event.rank if len(together) == 1 else None

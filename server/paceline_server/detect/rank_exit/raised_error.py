@@ -63,9 +63,13 @@ _NOT_CONNECTED = re.compile(
 _DEVICE_ASSERTION = re.compile(r": block: \[[\d,]+\], thread: \[[\d,]+\] (Assertion .*)")
 _ASSERTED = "device-side assert triggered"
 _CPP_FRAME = "frame #"
-# The lines of a frame in a traceback: its file, its source if it raises, and the marks below it.
-_PLACE = '  File "'
+# The lines of a frame in a traceback: its place, its source if it raises, and the marks below it.
+_FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?')
 _TORCH_FILE = "/torch/"
+# Files that are not the script's own.
+_LIBRARY = re.compile(
+    r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*t?/|^<frozen |/(torch|paceline)/"
+)
 _RAISE = re.compile(r"    raise\b")
 _MARKED = re.compile(r" +[~^]+")
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
@@ -78,6 +82,19 @@ def error_line(log_tail: str) -> str:
     If a traceback has several errors, the last one that is not the consequence of a peer's end.
     """
     return _first_cause(_raised_errors(log_tail), log_tail) or _last_line(log_tail)
+
+
+def error_place(log_tail: str) -> str | None:
+    """Return where the error of `error_line` was raised, "FILE:LINE FUNCTION", or None.
+
+    It is the innermost place in the script's own files, if there is one.
+    """
+    line = error_line(log_tail)
+    errors = (e for e in reversed(_raised_errors(log_tail)) if e.places and line.startswith(e.line))
+    if (error := next(errors, None)) is None:
+        return None
+    own = [place for place in error.places if not _LIBRARY.search(place)]
+    return (own or error.places)[-1]
 
 
 def abort_line(log_tail: str, *, is_error: bool) -> str:
@@ -163,6 +180,12 @@ class _Raised(NamedTuple):
     text: str
     is_uncaught: bool
     is_scripts: bool  # a `raise` of Python code outside torch
+    places: list[str]  # of the traceback, outermost first
+
+    @property
+    def line(self) -> str:
+        """The text as it is quoted."""
+        return self.text[:_MAX_QUOTE_LENGTH]
 
     @property
     def follows(self) -> bool:
@@ -197,20 +220,23 @@ def _raised_errors(log_tail: str) -> list[_Raised]:
     """
     errors: list[_Raised] = []
     is_open = is_linked = is_announced = False
-    before = place = ""
+    before = ""
+    places: list[str] = []
     for text in log_tail.splitlines():
         line = _RANK_PREFIX.sub("", text).rstrip()
         if line.startswith(_LINKS):
             is_linked = True
         elif line == _TRACEBACK:
             errors = errors if is_linked else []
-            is_open, is_linked, is_announced = True, False, False
+            is_open, is_linked, is_announced, places = True, False, False, []
         elif line == _ORIGINAL:
-            is_open = True
+            is_open, places = True, []
         elif is_open and line and not line[0].isspace():
             is_uncaught = _RANK_PREFIX.match(text) is not None
-            is_scripts = _RAISE.match(before) is not None and _TORCH_FILE not in place
-            errors.append(_Raised(_NCCL_ERROR.sub(r"\1: \2", line), is_uncaught, is_scripts))
+            is_torchs = any(_TORCH_FILE in place for place in places[-1:])
+            is_scripts = _RAISE.match(before) is not None and not is_torchs
+            text = _NCCL_ERROR.sub(r"\1: \2", line)
+            errors.append(_Raised(text, is_uncaught, is_scripts, places))
             is_open, is_announced = False, line.endswith(":")
         elif is_announced and line:
             errors[-1] = errors[-1]._replace(text=f"{errors[-1].text} {line.strip()}")
@@ -218,8 +244,8 @@ def _raised_errors(log_tail: str) -> list[_Raised]:
         elif before == _NCCL_DETAIL and errors:
             text = f"{errors[-1].text.partition(' (run with')[0]}: {line}"
             errors[-1] = errors[-1]._replace(text=text)
-        if line.startswith(_PLACE):
-            place = line
+        if frame := _FRAME.fullmatch(line):
+            places.append(" ".join(filter(None, (f"{frame[1]}:{frame[2]}", frame[3]))))
         if not _MARKED.fullmatch(line):
             before = line
     return errors
