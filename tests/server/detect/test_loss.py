@@ -62,6 +62,18 @@ def test_a_healthy_training_has_no_spike(seed: int) -> None:
     assert Run(seed).steps(2_000) == []
 
 
+@pytest.mark.parametrize("first", [1.0, 0.0])
+@pytest.mark.parametrize("rise", [4.4e-17, 5e-7])
+def test_a_rise_from_zero_to_nearly_zero_is_none(first: float, rise: float) -> None:
+    """The loss of a model that knows its data by heart."""
+    run = Run(loss_divergence_steps=30)
+    run.steps(10, all=first)
+    run.steps(200, all=0.0)
+    assert run.steps(100, all=rise) == []
+    [spike] = run.step(all=2.0)
+    assert spike.cause == SPIKE
+
+
 def test_a_spike_is_shown_and_cleared_when_the_loss_returns() -> None:
     run = Run()
     run.steps(300)

@@ -2,10 +2,10 @@
 
 The loss of each rank is compared with its own recent ones: a spike is more than
 `loss_spike_deviations` robust deviations (1.4826 times the median absolute deviation, MAD) above
-their median. One that most of the reporting ranks have is a spike of the job, so that a single hard
-batch of one rank is not; ranks that report the mean over the job have it together. During a spike
-the comparison stays with the losses before it. A spike of `loss_divergence_steps` steps is a
-divergence.
+their median, and no rise from zero to nearly zero. One that most of the reporting ranks have is a
+spike of the job, so that a single hard batch of one rank is not; ranks that report the mean over
+the job have it together. During a spike the comparison stays with the losses before it. A spike of
+`loss_divergence_steps` steps is a divergence.
 
 Source: Chowdhery et al., "PaLM", 2022, section 5.1: spikes that do not recover were treated by a
 restart from about 100 steps before, leaving out 200 to 500 batches. MAD: Leys et al., "Detecting
@@ -41,6 +41,7 @@ class _Series:
     step: int = -1
     loss: float = math.nan
     count: int = 0
+    highest: float = 0.0  # absolute value of the usual ones
     is_high: bool = False
     good_step: int | None = None  # newest step whose loss was usual
     usual: float = math.nan  # median of the recent ones
@@ -99,12 +100,15 @@ class LossDetector(Detector):
                 series.usual = median(series.recent)
                 spread = median(abs(value - series.usual) for value in series.recent)
                 series.deviation = _MAD_TO_DEVIATION * spread
-            rise = loss - series.usual
-            least = self.settings.least_ratio * abs(series.usual)
-            limit = max(self.policy.loss_spike_deviations * series.deviation, least)
-            series.is_high = rise > limit
+            series.is_high = loss - series.usual > max(
+                self.policy.loss_spike_deviations * series.deviation,
+                self.settings.least_ratio * abs(series.usual),
+                self.settings.least_of_highest * series.highest,
+                self.settings.least_rise,
+            )
         if not series.is_high:
             series.good_step = step
+            series.highest = max(series.highest, abs(loss))
             if series.count > self.settings.warmup:
                 series.recent.append(loss)
         return True

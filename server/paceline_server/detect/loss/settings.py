@@ -15,6 +15,9 @@ class LossSettings:
     warmup: int = 4
     # A heavy tail is usual: batches differ. Ten deviations never occurred in healthy runs.
     least_ratio: float = 0.02  # smallest rise over the median, in relation to it
+    # Close to zero, as of a model that knows its data by heart, a loss varies by powers of ten.
+    least_of_highest: float = 1e-3  # smallest rise, in relation to the highest usual loss
+    least_rise: float = 1e-6
     ranks: int = 64  # compared ones: more would not change a majority
 
 
