@@ -180,7 +180,7 @@ class _Raised(NamedTuple):
     text: str
     is_uncaught: bool
     is_scripts: bool  # a `raise` of Python code outside torch
-    places: list[str]  # of the traceback, outermost first
+    places: list[str]  # frames of the traceback, outermost first
 
     @property
     def line(self) -> str:
