@@ -33,13 +33,14 @@ class ExpectedCheckpoint(NamedTuple):
 def expected_checkpoint(view: JobView) -> ExpectedCheckpoint | None:
     """Return the script's next checkpoint; None if it is not known to save, or saves too often.
 
-    Too often: within the time that a stop takes.
+    Too often: within the time that a stop takes, after one is complete.
     """
     interval, saved = view.experience.checkpoint_interval_steps, view.checkpoint_step
     newest = view.current_step
     if not interval or saved is None or newest is None or not view.step_seconds:
         return None
-    if interval * view.step_seconds <= 2 * STOP_SECONDS:
+    saving = max(STOP_SECONDS, view.experience.checkpoint_saving_steps * view.step_seconds)
+    if interval * view.step_seconds - saving <= STOP_SECONDS:
         return None
     steps = max(1, interval - (newest + 1 - saved))
     return ExpectedCheckpoint(interval, steps, steps * view.step_seconds)

@@ -31,7 +31,8 @@ def price_of(view: JobView, progress: ActionProgress) -> Price:
     if newest is None or (progress.planned and not progress.waits):
         return Price(0, 0.0)
     if progress.waits:
-        steps = 1 if not view.step_seconds else 1 + math.ceil(STOP_SECONDS / view.step_seconds)
+        steps = view.experience.checkpoint_saving_steps + 1
+        steps += math.ceil(STOP_SECONDS / view.step_seconds) if view.step_seconds else 0
     else:
         steps = max(0, newest + 1 - (view.checkpoint_step or 0))
     return Price(steps, None if view.step_seconds is None else steps * view.step_seconds)

@@ -91,6 +91,7 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
 
     checkpoint_interval_steps: int | None = None  # median of the recent ones
     checkpoint_seconds: float | None = None  # time that one blocks the slowest rank; median
+    checkpoint_saving_steps: int = 0  # made until an asynchronous one is complete; median
     nodes: int = 0  # that run its ranks
     fleet: FailureHistory | None = None
     # Whether the last restart continued from the newest known checkpoint; None: never restarted.

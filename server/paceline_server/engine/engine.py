@@ -164,6 +164,7 @@ class Engine:
             saved_step=running.saved_step(),
             checkpoint_interval_steps=running.checkpoint_interval_steps(),
             checkpoint_seconds=running.checkpoint_seconds(),
+            checkpoint_saving_steps=running.checkpoint_saving_steps(),
             first_step=running.first_step,
             step_times=running.step_times,
             ended_ns=max(map(self._clocks.server_time_ns, running.exit_times), default=None),

@@ -124,6 +124,7 @@ class RunningGeneration:
         self.step_times: dict[int, tuple[int, int]] = {}  # start and end of the recent steps
         self._blocked_seconds: deque[float] = deque(maxlen=SAVED_STEPS)  # by recent checkpoints
         self._saved_steps: deque[int] = deque(maxlen=SAVED_STEPS)  # newest complete checkpoints
+        self._saving_steps: deque[int] = deque(maxlen=SAVED_STEPS)  # made until each was complete
 
     def feed(self, batch: Batch, received_ns: int, clock_shift_ns: int) -> None:
         for event in batch.events:
@@ -459,6 +460,9 @@ class RunningGeneration:
         newest = min((step for step in steps if step is not None), default=None)
         if newest is not None and newest > max(self._saved_steps, default=-1):
             self._saved_steps.append(newest)
+            finished = [self.model.newest_step(rank) for rank in self._ranks]
+            reached = max((step + 1 for step in finished if step is not None), default=newest)
+            self._saving_steps.append(max(0, reached - newest))
         return newest
 
     def checkpoint_seconds(self) -> float | None:
@@ -469,6 +473,10 @@ class RunningGeneration:
         """Return the usual number of steps between two checkpoints; None before the second."""
         intervals = [after - before for before, after in pairwise(self._saved_steps)]
         return round(median(intervals)) if intervals else None
+
+    def checkpoint_saving_steps(self) -> int | None:
+        """Return how many steps are usually made until an asynchronous checkpoint is complete."""
+        return round(median(self._saving_steps)) if self._saving_steps else None
 
     def _step_seconds_p99(self) -> float | None:
         return float(np.percentile(self._durations, 99)) if self._durations else None

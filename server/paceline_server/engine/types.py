@@ -79,6 +79,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     saved_step: int | None = None  # newest committed checkpoint that the ranks reported
     checkpoint_interval_steps: int | None = None  # median of the recent ones of this generation
     checkpoint_seconds: float | None = None  # time that one blocks the slowest rank; median
+    checkpoint_saving_steps: int | None = None  # made until one is complete; median
     first_step: int | None = None  # that all ranks of this generation finished
     # Start and end of the recent steps of this generation, the newest last; not a copy.
     step_times: dict[int, tuple[int, int]] = {}

@@ -76,12 +76,14 @@ def _experience(
     before: Experience, outcome: Outcome, nodes: int, fleet: FailureHistory | None
 ) -> Experience:
     interval, seconds = outcome.checkpoint_interval_steps, outcome.checkpoint_seconds
+    saving = outcome.checkpoint_saving_steps
     return replace_fields(
         before,
         checkpoint_interval_steps=(
             before.checkpoint_interval_steps if interval is None else interval
         ),
         checkpoint_seconds=before.checkpoint_seconds if seconds is None else seconds,
+        checkpoint_saving_steps=before.checkpoint_saving_steps if saving is None else saving,
         nodes=nodes,
         fleet=before.fleet if fleet is None else fleet,
     )

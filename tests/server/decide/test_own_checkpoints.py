@@ -184,6 +184,25 @@ def test_a_script_that_saves_too_often_to_be_stopped_between_saves_needs_a_perso
     assert "cannot save a checkpoint on command" in action.reason
 
 
+def test_steps_that_are_made_until_an_asynchronous_checkpoint_is_complete_are_in_the_price(
+    world: World,
+) -> None:
+    world.policy = Policy(mode="approve")
+    world.experience = replace(world.experience, checkpoint_saving_steps=20)
+    world.tick((world.finding(),))
+    assert "Price: about 27 steps (14 s) after that checkpoint" in restart(world).reason
+
+
+def test_asynchronous_checkpoints_without_a_pause_between_them_are_not_waited_for(
+    world: World,
+) -> None:
+    world.experience = replace(world.experience, checkpoint_saving_steps=EVERY - 6)
+    world.tick((world.finding(),))
+    action = restart(world)
+    assert action.state == "proposed"
+    assert "since the checkpoint of step 80" in action.reason
+
+
 def test_it_is_not_stopped_while_the_next_save_is_about_to_begin(world: World) -> None:
     """The ranks learn of the checkpoint late: the next save would be hit by the stop."""
     world.tick((world.finding(),))

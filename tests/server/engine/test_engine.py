@@ -1,6 +1,7 @@
 """The engine as the worker uses it: batches in any order, then steps and findings."""
 
 import random
+from functools import partial
 
 import msgspec
 import pytest
@@ -427,19 +428,20 @@ def test_a_rank_with_more_to_do_by_design_is_an_imbalance_and_no_straggler():
     assert goodput.imbalance_seconds == pytest.approx(0.12, rel=0.02)
 
 
+def report_saved(job: SimulatedJob, step: int, *, ranks: range) -> Outcome:
+    views = {rank: job.state(rank) for rank in ranks}
+    states = {
+        rank: msgspec.structs.replace(
+            state, view=msgspec.structs.replace(state.view, saved_step=step)
+        )
+        for rank, state in views.items()
+    }
+    return job.wait(0.5, states)[-1]
+
+
 def test_checkpoints_have_an_interval_and_a_cost():
     job = SimulatedJob()
-
-    def save(step: int | None, *, ranks: range) -> Outcome:
-        views = {rank: job.state(rank) for rank in ranks}
-        states = {
-            rank: msgspec.structs.replace(
-                state, view=msgspec.structs.replace(state.view, saved_step=step)
-            )
-            for rank, state in views.items()
-        }
-        return job.wait(0.5, states)[-1]
-
+    save = partial(report_saved, job)
     first = job.advance(3)[0]
     assert (first.first_step, first.saved_step, first.checkpoint_interval_steps) == (0, None, None)
     assert save(10, ranks=range(8)).checkpoint_interval_steps is None
@@ -448,3 +450,12 @@ def test_checkpoints_have_an_interval_and_a_cost():
     complete = save(20, ranks=range(8))
     assert (complete.saved_step, complete.checkpoint_interval_steps) == (20, 10)
     assert save(50, ranks=range(8)).checkpoint_interval_steps == 20
+
+
+def test_the_steps_until_a_checkpoint_is_complete_are_counted():
+    job = SimulatedJob()
+    assert job.advance(12)[-1].checkpoint_saving_steps is None
+    assert report_saved(job, 10, ranks=range(8)).checkpoint_saving_steps == 2
+    job.advance(12)
+    assert report_saved(job, 10, ranks=range(8)).checkpoint_saving_steps == 2, "the same one"
+    assert report_saved(job, 20, ranks=range(8)).checkpoint_saving_steps == 3, "of 2 and 4"
