@@ -824,6 +824,25 @@ def test_the_end_of_the_process_group_waits_for_the_last_save(
     assert saved_checkpoints(tmp_path)[0].step == step, ended.stderr
 
 
+@pytest.mark.parametrize("throws", [True, False])
+def test_ranks_that_make_different_numbers_of_steps_are_refused(
+    tmp_path: Path, throws: bool
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        state = paceline.Checkpoints(tmp_path, model=model, memory=False)
+        with model.join(throw_on_early_termination=throws):
+            batches = iter(paceline.steps(range(2), state=state))
+            if throws:
+                assert list(batches) == [0, 1]
+            else:
+                with pytest.raises(ValueError, match="different numbers of steps"):
+                    next(batches)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(("training", "expected"), [(2, 10), (120, 120), (None, 30)])
 def test_a_save_waits_for_a_rank_as_long_as_the_training(
     tmp_path: Path, training: float | None, expected: float

@@ -335,10 +335,13 @@ class Checkpoints:
     def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Begin an epoch, at the saved position if this is the epoch to resume.
 
-        Raises CheckpointError if the checkpoint cannot be loaded: training must not begin again.
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded: training must not begin again.
+            ValueError: the ranks may make different numbers of steps, or this is no epoch.
         """
         if self.stopped:
             return iter(())
+        self._refuse_uneven_steps()
         if self._epoch is not None and self._position.epoch >= self._epoch:
             raise ValueError(
                 "Checkpoints.epochs allows one loop with this state per epoch: leave out `state` "
@@ -364,6 +367,15 @@ class Checkpoints:
         self._batches = SkippingBatches(batches)
         self._skip_if_due()
         return iter(()) if self._act() else self._batches
+
+    def _refuse_uneven_steps(self) -> None:
+        for name, part in self._parts.items():
+            if isinstance(part, ModulePart) and part.allows_uneven_steps():
+                raise ValueError(
+                    f"inside {name}.join() ranks make different numbers of steps, so that there is "
+                    "none at which all can save: leave it out and give all ranks as many batches, "
+                    "or pass throw_on_early_termination=True"
+                )
 
     def boundary(self) -> bool:
         """Save if it is time. Return whether the loop ends on request.

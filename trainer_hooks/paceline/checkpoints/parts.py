@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -230,6 +231,12 @@ class ModulePart(_Base):
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)
+
+    def allows_uneven_steps(self) -> bool:
+        """Return whether ranks may make different numbers of steps now: inside DDP's `join()`."""
+        joined = (each for module in self.modules for each in module.modules())
+        configs = [each._join_config for each in joined if isinstance(each, Joinable)]
+        return any(each.enable and not each.throw_on_early_termination for each in configs)
 
     def _states(self) -> Iterator[tuple[nn.Module, dict[str, tuple[str, Any]]]]:
         """Yield each module with its entries: by stored name, the module's name and the value."""
