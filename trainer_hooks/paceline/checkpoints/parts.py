@@ -235,8 +235,8 @@ class ModulePart(_Base):
     def allows_uneven_steps(self) -> bool:
         """Return whether ranks may make different numbers of steps now: inside DDP's `join()`."""
         joined = (each for module in self.modules for each in module.modules())
-        configs = [each._join_config for each in joined if isinstance(each, Joinable)]
-        return any(each.enable and not each.throw_on_early_termination for each in configs)
+        configs = (getattr(e, "_join_config", None) for e in joined if isinstance(e, Joinable))
+        return any(each.enable and not each.throw_on_early_termination for each in configs if each)
 
     def _states(self) -> Iterator[tuple[nn.Module, dict[str, tuple[str, Any]]]]:
         """Yield each module with its entries: by stored name, the module's name and the value."""
