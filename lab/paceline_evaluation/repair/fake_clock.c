@@ -5,6 +5,7 @@
  * as they are when an administrator or NTP sets the time.
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -17,8 +18,10 @@
 enum { NANOSECONDS = 1000000000 };
 
 static const volatile int64_t *offset;
+static int (*libc_clock_gettime)(clockid_t, struct timespec *);
 
 __attribute__((constructor)) static void map_offset(void) {
+    libc_clock_gettime = dlsym(RTLD_NEXT, "clock_gettime");
     const char *path = getenv("FAKE_CLOCK");
     int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
     if (file < 0) return;
@@ -27,8 +30,14 @@ __attribute__((constructor)) static void map_offset(void) {
     close(file);
 }
 
+/* The C library's needs no system call, which would make the ranks slower. */
+static int real_clock(clockid_t clock, struct timespec *now) {
+    if (libc_clock_gettime) return libc_clock_gettime(clock, now);
+    return (int)syscall(SYS_clock_gettime, clock, now); /* before the constructor */
+}
+
 int clock_gettime(clockid_t clock, struct timespec *now) {
-    int result = (int)syscall(SYS_clock_gettime, clock, now);
+    int result = real_clock(clock, now);
     if (result || !offset || (clock != CLOCK_REALTIME && clock != CLOCK_REALTIME_COARSE))
         return result;
     int64_t ns = (int64_t)now->tv_sec * NANOSECONDS + now->tv_nsec + *offset;
