@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 MAXIMUM_THREADS = 32
 MAXIMUM_FRAMES = 48  # per thread; the innermost ones
 MAXIMUM_TEXT = 200  # characters per name or path
+
+_INSTALLED = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*t?/|^<frozen ")
 
 
 class StackFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +59,11 @@ def bounded(threads: list[ThreadStack]) -> list[ThreadStack]:
         )
         for thread in threads[:MAXIMUM_THREADS]
     ]
+
+
+def is_installed(path: str) -> bool:
+    """Return whether a source file is in an installed package or the standard library."""
+    return _INSTALLED.search(path) is not None
 
 
 def plain(text: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import shutil
 import sysconfig
 from itertools import takewhile
@@ -18,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from paceline_agent.collect.child_processes import ChildProcesses
-from paceline_wire.stacks import StackFrame, ThreadStack, bounded, plain
+from paceline_wire.stacks import StackFrame, ThreadStack, bounded, is_installed, plain
 
 SECONDS = 5.0  # per rank: py-spy has to load many symbols of a large program on a busy machine
 TRIES = 3
@@ -30,7 +29,6 @@ _PERMISSION = (
     "kernel.yama.ptrace_scope is 1 or more, also give it CAP_SYS_PTRACE"
 )
 
-_INSTALLED = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*t?/|^<frozen ")
 # Files in whose functions a process waits for another one that multiprocessing started.
 _WAITS_FOR_CHILD = ("multiprocessing/", "torch/utils/data/")
 
@@ -170,7 +168,7 @@ def _stack(thread: _Thread) -> ThreadStack:
                 frame.name,
                 frame.short_filename or frame.filename,
                 frame.line,
-                is_installed=_INSTALLED.search(frame.filename) is not None,
+                is_installed=is_installed(frame.filename),
             )
             for frame in thread.frames
         ],

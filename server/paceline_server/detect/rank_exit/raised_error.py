@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from paceline_wire.stacks import is_installed
+
 _CONSEQUENCE = re.compile(
     r"nccl.*(remote|system) error|gloo.*(enforce|transport)|\[gloo|processgroup|not? heartbeat"
     r"|monitoredbarrier|dist(backend|network|store)error|failed to recv, got 0 bytes",
@@ -66,10 +68,7 @@ _CPP_FRAME = "frame #"
 # The lines of a frame in a traceback: its place, its source if it raises, and the marks below it.
 _FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?')
 _TORCH_FILE = "/torch/"
-# Files that are not the script's own.
-_LIBRARY = re.compile(
-    r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*t?/|^<frozen |/(torch|paceline)/"
-)
+_CALLERS = re.compile(r"/(torch|paceline)/")  # wherever they are installed
 _RAISE = re.compile(r"    raise\b")
 _MARKED = re.compile(r" +[~^]+")
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
@@ -89,11 +88,12 @@ def error_place(log_tail: str) -> str | None:
 
     It is the innermost place in the script's own files, if there is one.
     """
-    line = error_line(log_tail)
-    errors = (e for e in reversed(_raised_errors(log_tail)) if e.places and line.startswith(e.line))
+    raised = _raised_errors(log_tail)
+    line = _first_cause(raised, log_tail)
+    errors = (e for e in reversed(raised) if e.places and line.startswith(e.line))
     if (error := next(errors, None)) is None:
         return None
-    own = [place for place in error.places if not _LIBRARY.search(place)]
+    own = [p for p in error.places if not is_installed(p) and not _CALLERS.search(p)]
     return (own or error.places)[-1]
 
 
@@ -233,10 +233,10 @@ def _raised_errors(log_tail: str) -> list[_Raised]:
             is_open, places = True, []
         elif is_open and line and not line[0].isspace():
             is_uncaught = _RANK_PREFIX.match(text) is not None
-            is_torchs = any(_TORCH_FILE in place for place in places[-1:])
-            is_scripts = _RAISE.match(before) is not None and not is_torchs
-            text = _NCCL_ERROR.sub(r"\1: \2", line)
-            errors.append(_Raised(text, is_uncaught, is_scripts, places))
+            innermost = places[-1] if places else ""
+            is_scripts = _RAISE.match(before) is not None and _TORCH_FILE not in innermost
+            error = _NCCL_ERROR.sub(r"\1: \2", line)
+            errors.append(_Raised(error, is_uncaught, is_scripts, places))
             is_open, is_announced = False, line.endswith(":")
         elif is_announced and line:
             errors[-1] = errors[-1]._replace(text=f"{errors[-1].text} {line.strip()}")
