@@ -204,21 +204,21 @@ def _accepts(server: str, token: str | None, environment: dict[str, str]) -> boo
         )
     except TokenFileError as error:
         raise NotRecordedError(str(error)) from error
-    answer = None if token is None else _get(f"{server.rstrip('/')}/api/v1/caller", token)
+    answer = None if token is None else _get(server, "/api/v1/caller", token)
     # 403: the token is known, and only grants other requests.
     return answer is not None and answer.status_code in (200, 403)
 
 
 def _responds(server: str) -> bool:
     """Return whether a Paceline server responds at this address."""
-    answer = _get(f"{server.rstrip('/')}/healthz")
+    answer = _get(server, "/healthz")
     return answer is not None and answer.status_code == 200 and answer.text.strip() == "ok"
 
 
-def _get(url: str, token: str | None = None) -> httpx.Response | None:
+def _get(server: str, path: str, token: str | None = None) -> httpx.Response | None:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        with httpx.Client(timeout=2.0, headers=headers, mounts=without_proxy(url)) as client:
-            return client.get(url)
+        with httpx.Client(timeout=2.0, headers=headers, mounts=without_proxy(server)) as client:
+            return client.get(f"{server.rstrip('/')}{path}")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None
