@@ -13,6 +13,7 @@ damaged if only one piece differs: gradients that both share change the others a
 
 K is the smallest power of two, from `LEAST_EVERY` on, with which the checksum takes at most
 `OVERHEAD` of the step time. Ranks may have different ones: a step counts for those that checked it.
+It is compared once all ranks have posted a checksum of it or of a later step.
 On a GPU the checksum is queued on the current stream and copied without a wait; the thread
 reads it once the GPU has set a mark.
 """
@@ -261,10 +262,11 @@ class ReplicaCheck:
 
     def _run(self) -> None:
         waiting: list[tuple[float, _Taken]] = []
+        look_at = 0.0
         try:
             while True:
                 try:
-                    taken = self._queue.get(timeout=_POLL_SECONDS)
+                    taken = self._queue.get(timeout=_POLL_SECONDS if waiting else None)
                     if taken is None:
                         return
                     self._post(taken)
@@ -272,7 +274,9 @@ class ReplicaCheck:
                         waiting.append((monotonic() + WAIT_SECONDS, taken))
                 except queue.Empty:
                     pass
-                waiting = [each for each in waiting if not self._compare(*each)]
+                if waiting and monotonic() >= look_at:
+                    waiting = self._compare_posted(waiting)
+                    look_at = monotonic() + _POLL_SECONDS
         except Exception as error:  # the store is gone, or a device error that the script sees too
             _log.warning("Replicas are no longer compared: %s", error)
             self._off.update(range(len(self._sets)))
@@ -283,29 +287,50 @@ class ReplicaCheck:
             threading.Event().wait(0.01)
         value = int(taken.value) & 0xFFFFFFFFFFFFFFFF
         self._store.set(self._key(taken, self._rank), f"{taken.step}:{value:016x}")
+        self._store.set(self._newest_key(taken.number, self._rank), str(taken.step))
 
     def _key(self, taken: _Taken, rank: int) -> str:
         slot = taken.step // self._least_every % _SLOTS
         return f"{self._names[taken.number]}/{slot}/{rank}"
 
-    def _compare(self, deadline: float, taken: _Taken) -> bool:
-        """Compare the checksums of a step. Return whether nothing more is expected."""
-        if taken.number in self._off:
-            return True
-        ranks = self._sets[taken.number].ranks
-        found = {}
-        for rank in ranks:
-            key = self._key(taken, rank)
-            if not self._store.check([key]):
+    def _newest_key(self, number: int, rank: int) -> str:
+        return f"{self._names[number]}/newest/{rank}"
+
+    def _compare_posted(self, waiting: list[tuple[float, _Taken]]) -> list[tuple[float, _Taken]]:
+        """Compare the steps of which no more checksums are expected. Return the others."""
+        passed = {
+            number: self._passed_step(number) for number in {one.number for _, one in waiting}
+        }
+        left = []
+        for deadline, taken in waiting:
+            if taken.number in self._off:
                 continue
-            step, _, value = self._store.get(key).decode().partition(":")
+            if taken.step > passed[taken.number] and monotonic() < deadline:
+                left.append((deadline, taken))
+            else:
+                self._compare(taken)
+        return left
+
+    def _passed_step(self, number: int) -> int:
+        """Return the newest step for which all ranks of a set have posted theirs, if they do."""
+        keys = [self._newest_key(number, rank) for rank in self._sets[number].ranks]
+        if not self._store.check(keys):
+            return -1
+        return min(int(step) for step in self._store.multi_get(keys))
+
+    def _compare(self, taken: _Taken) -> None:
+        """Compare the checksums of a step."""
+        ranks = self._sets[taken.number].ranks
+        keys = {rank: self._key(taken, rank) for rank in ranks}
+        if not self._store.check(list(keys.values())):  # a rank has not posted there yet
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        found = {}
+        for rank, posted in zip(keys, self._store.multi_get(list(keys.values())), strict=True):
+            step, _, value = posted.decode().partition(":")
             if int(step) == taken.step:
                 found[rank] = value
-        if len(found) < len(ranks) and monotonic() < deadline:
-            return False
         if len(found) > 1:
             self._judge(taken, found)
-        return True
 
     def _judge(self, taken: _Taken, found: dict[int, str]) -> None:
         counts = Counter(found.values())

@@ -8,7 +8,7 @@ from time import thread_time
 
 import pytest
 
-from paceline.checkpoints.memory.cost import HostUse, lost_seconds
+from paceline.checkpoints.memory.cost import HostUse, lost_seconds, measured
 
 OWN = 0.1  # seconds that the thread worked, on a host of four processors
 
@@ -46,6 +46,17 @@ def test_a_thread_costs_what_others_lack_while_it_works(
     assert lost_seconds(before, after, OWN) == pytest.approx(lost)
 
 
+@pytest.mark.parametrize(("ranks", "lost_ms"), [("2", 0.5), ("8", 1.0)])
+def test_a_time_too_short_for_the_idle_clock(
+    ranks: str, lost_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something waits all the time, also for the threads of ranks beyond the processors."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    before, after = HostUse(50.0, 7.0, 3.0), HostUse(50.001, 7.01, 3.001)
+    assert lost_seconds(before, after, 0.0005) == pytest.approx(lost_ms / 1000)
+
+
 def test_nothing_is_lost_in_no_time() -> None:
     use = HostUse(50.0, 7.0, 3.0)
     assert lost_seconds(use, use, 0.0) == 0.0
@@ -62,6 +73,15 @@ def test_the_clocks_of_this_host_advance() -> None:
     passed = after.now - before.now
     assert 0.0 <= after.idle - before.idle <= (os.cpu_count() or 1) * passed + 0.1
     assert 0.0 <= lost_seconds(before, after, 0.05) <= 0.05
+
+
+def test_the_cost_of_work_is_reported() -> None:
+    costs = list[float]()
+    for _ in range(2):
+        with measured(costs.append):
+            pass
+    assert len(costs) == 2
+    assert all(0.0 <= cost < 0.1 for cost in costs)
 
 
 @pytest.mark.parametrize("content", [None, "", "nothing known\n"])

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
+from paceline.agreement import RankStore
 from paceline.checkpoints.memory import schedule
 from paceline.checkpoints.memory.schedule import CopyCost, CopyPlan, CopySchedule, plan_of
 
 
-def cost(**values: float) -> CopyCost:
-    default = {"step_seconds": 1.0, "blocking_seconds": 0.001, "background_seconds": 0.01}
-    return CopyCost(step=20, **{"transfer_seconds": None, **default, **values})  # type: ignore[arg-type]
+def cost(*blocking_seconds: float, **values: float) -> CopyCost:
+    default = {"step_seconds": 1.0, "background_seconds": 0.01, "transfer_seconds": None}
+    return CopyCost(step=20, blocking_seconds=blocking_seconds or (0.001,), **default | values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("costs", "every", "send_every"),
     [
         ([cost()], 1, 1),
-        ([cost(blocking_seconds=0.005)], 1, 1),
-        ([cost(blocking_seconds=0.0051)], 2, 2),
-        ([cost(), cost(blocking_seconds=0.05)], 10, 10),
+        ([cost(0.005)], 1, 1),
+        ([cost(0.0051)], 2, 2),
+        ([cost(), cost(0.05)], 10, 10),
         ([cost(background_seconds=3.0)], 4, 4),
         ([cost(transfer_seconds=3.0)], 1, 4),
-        ([cost(blocking_seconds=0.01, transfer_seconds=3.0)], 2, 4),
+        ([cost(0.01, transfer_seconds=3.0)], 2, 4),
         ([cost(step_seconds=0.01), cost()], 20, 20),
+        ([cost(0.01, 0.01, 0.03), cost(0.02, 0.01)], 3, 3),
+        ([cost(0.01, 0.01, 0.03), cost(0.01, 0.02, 0.01)], 4, 4),
+        ([cost(0.01, sending_seconds=0.01)], 4, 4),
+        ([cost(0.01, sending_seconds=0.03)], 4, 12),
+        ([cost(0.01, sending_seconds=0.03, transfer_seconds=40.0)], 4, 52),
     ],
 )
 def test_copies_take_at_most_the_budget(costs: list[CopyCost], every: int, send_every: int) -> None:
@@ -43,8 +50,15 @@ def test_costs_that_vary_do_not_change_the_plan(
     blocking_ms: float, last_every: int, every: int
 ) -> None:
     last = CopyPlan(first_step=1, every=last_every, send_every=last_every)
-    plan = plan_of([cost(blocking_seconds=blocking_ms / 1000)], 0.005, 3.0, last)
+    plan = plan_of([cost(blocking_ms / 1000)], 0.005, 3.0, last)
     assert plan.every == every
+
+
+def test_costs_that_vary_do_not_change_how_many_copies_are_sent() -> None:
+    last = CopyPlan(first_step=1, every=4, send_every=12)
+    for sending_seconds, send_every in ((0.035, 12), (0.04, 16)):
+        costs = [cost(0.01, sending_seconds=sending_seconds)]
+        assert plan_of(costs, 0.005, 3.0, last).send_every == send_every
 
 
 @pytest.fixture
@@ -84,6 +98,22 @@ def test_all_ranks_follow_the_plan_of_the_slowest(ranks: list[CopySchedule]) -> 
     assert ranks[0].plan == ranks[1].plan
 
 
+def test_a_poll_without_changes_asks_the_store_once(ranks: list[CopySchedule]) -> None:
+    for _ in range(2):
+        for rank in ranks:
+            train(rank, 40, 0.0)
+            rank.poll()
+    rank = ranks[1]
+    assert rank._published is not None
+    rank.poll()
+    rank._post_at = float("inf")
+    calls = mock.Mock(spec=RankStore)
+    calls.add.return_value = rank._changes
+    rank._store = calls
+    rank.poll()
+    assert [name for name, *_ in calls.mock_calls] == ["add"]
+
+
 def test_the_first_plan_is_revised_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first copies of a process take longer than the later ones."""
     clock = [100.0]
@@ -111,7 +141,7 @@ def test_the_first_plan_leaves_out_what_the_first_copies_took_longer() -> None:
         rank.deferred(seconds)
     cost = rank._cost()
     assert cost is not None
-    assert (cost.blocking_seconds, cost.background_seconds) == (0.002, 0.001)
+    assert (cost.blocking_seconds, cost.background_seconds) == ((0.002,), 0.001)
     rank.poll()
     cost = rank._cost()
     assert cost is not None

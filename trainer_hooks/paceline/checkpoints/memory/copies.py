@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from time import monotonic, thread_time
+from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from paceline.agreement import RankStore, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
 from paceline.checkpoints.memory.captures import Captures
-from paceline.checkpoints.memory.cost import HostUse, lost_seconds
+from paceline.checkpoints.memory.cost import measured
 from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, Updates
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName, available_bytes
 from paceline.checkpoints.memory.file import (
@@ -224,6 +224,7 @@ class MemoryCopies:
         self._report = report
         self._tls = settings.peer_tls
         self._schedule = CopySchedule(store, self._rank, self._size, settings.overhead_ratio)
+        held.taking_cost = self._schedule.taking_cost
         self._layout: CopyLayout | None = None
         self._serialize: Callable[[Any], bytes] = serialize_plain
         self._slots: list[CopySlot] = []
@@ -454,13 +455,36 @@ class MemoryCopies:
 
     def _complete(self, slot: CopySlot, step: int, layout: CopyLayout, copy: DeferredCopy) -> None:
         """Finish a copy, hash it and give it its name. Raises OSError if it was deleted."""
-        use, begin = HostUse.read(), thread_time()
+        started = monotonic()
+        with measured(self._schedule.deferred):
+            is_complete = self._finish(slot, step, layout, copy)
+        if not is_complete:
+            return
+        self._newest = slot
+        self._completed += 1
+        self._is_writing = False
+        if self._holder is None:
+            self._schedule.completed(step)
+        self._schedule.hashed(monotonic() - started)
+        steps = [each.record.step for each in self._slots if each.record is not None]
+        if self._has_old_files and len(steps) > 1:
+            self._has_old_files = False
+            self._directory.delete(
+                lambda other: other.rank == self._rank and other.step < min(steps)
+            )
+        is_free = self._sending is None and monotonic() >= self._send_after
+        if self._holder is not None and is_free and self._schedule.is_to_send(step):
+            self._sending = slot
+            self._outgoing.put(slot)
+
+    def _finish(self, slot: CopySlot, step: int, layout: CopyLayout, copy: DeferredCopy) -> bool:
+        """Make a copy a complete file. Return False if it is left out."""
         disk = self.disk
         if not copy.run(self._closed):
-            return
+            return False
         if not copy.is_intact:
             self._discard(step)
-            return
+            return False
         record = CopyRecord(
             run=self._directory.run,
             generation=self._generation,
@@ -473,26 +497,8 @@ class MemoryCopies:
             total_bytes=slot.written_bytes,
             sha256=slot.digest(slot.written_bytes),
         )
-        name = CopyName(self._generation, step, self._rank)
-        slot.complete(record, self._directory.file(name))
-        own = thread_time() - begin
-        self._schedule.deferred(lost_seconds(use, HostUse.read(), own))
-        self._newest = slot
-        self._completed += 1
-        self._is_writing = False
-        if self._holder is None:
-            self._schedule.completed(step)
-        self._schedule.hashed(monotonic() - use.now)
-        steps = [each.record.step for each in self._slots if each.record is not None]
-        if self._has_old_files and len(steps) > 1:
-            self._has_old_files = False
-            self._directory.delete(
-                lambda other: other.rank == self._rank and other.step < min(steps)
-            )
-        is_free = self._sending is None and monotonic() >= self._send_after
-        if self._holder is not None and is_free and self._schedule.is_to_send(step):
-            self._sending = slot
-            self._outgoing.put(slot)
+        slot.complete(record, self._directory.file(CopyName(self._generation, step, self._rank)))
+        return True
 
     def _discard(self, step: int) -> None:
         """Leave out a copy that was changed while it was made, and defer none from now on."""
@@ -512,7 +518,8 @@ class MemoryCopies:
         while (slot := self._outgoing.get()) is not None:
             started = monotonic()
             try:
-                self._send(slot)
+                with measured(self._schedule.sending_cost):
+                    self._send(slot)
             except (OSError, CheckpointError) as error:
                 self._failed(error)
             else:

@@ -9,11 +9,16 @@ or for a network then loses nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from time import monotonic
+from time import monotonic, thread_time
 from typing import NamedTuple
 
 _SIBLING_LOSS = 0.2  # share that a busy hyperthread loses while the other one of its core is busy
+_IDLE_SECONDS = 0.1  # the least for which the host's idle time, in units of 10 ms, is of use
+_MOST_BYTES = 256
 
 
 class HostUse(NamedTuple):
@@ -25,7 +30,16 @@ class HostUse(NamedTuple):
 
     @classmethod
     def read(cls, proc: Path = Path("/proc")) -> HostUse:
-        return cls(monotonic(), _idle(proc / "uptime"), _waited(proc / "pressure/cpu"))
+        return cls(monotonic(), _idle(proc), _waited(proc))
+
+
+@contextmanager
+def measured(report: Callable[[float], object]) -> Iterator[None]:
+    """Report what a thread's work in this context costs: the result of `lost_seconds`."""
+    before, begin = HostUse.read(), thread_time()
+    yield
+    own = thread_time() - begin
+    report(lost_seconds(before, HostUse.read(), own))
 
 
 def lost_seconds(before: HostUse, after: HostUse, own: float) -> float:
@@ -40,31 +54,44 @@ def lost_seconds(before: HostUse, after: HostUse, own: float) -> float:
         own: its processor time in seconds.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    available = (os.cpu_count() or 1) * (after.now - before.now)
+    processors = os.cpu_count() or 1
+    passed = after.now - before.now
+    available = processors * passed
     if available <= 0.0:
         return 0.0
     idle = 0.0 if before.idle is None or after.idle is None else after.idle - before.idle
     busy = min(available, max(0.0, available - idle))
-    of_training = max(0.0, busy - ranks * own) / ranks
-    most = min(own, of_training)
+    work = own * max(1.0, ranks / processors)  # until all of these threads are done
+    most = work
+    if passed >= _IDLE_SECONDS:
+        most = min(most, max(0.0, busy - ranks * own) / ranks)  # what the training had
     shared = max(0.0, 2 * busy / available - 1) * most
     if before.waited is None or after.waited is None:
         return shared  # all of it is counted, because waits are not
-    # These threads wait for each other, too. A thread of the training that shares a processor with
-    # one waits about as long as it works.
-    return max(min(most, after.waited - before.waited), _SIBLING_LOSS * shared)
+    waiting = min(1.0, (after.waited - before.waited) / passed)
+    return max(min(most, work * waiting), _SIBLING_LOSS * shared)
 
 
-def _idle(uptime: Path) -> float | None:
+def _idle(proc: Path) -> float | None:
     try:
-        return float(uptime.read_text().split()[1])
+        return float(_content(proc / "uptime").split()[1])
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _waited(pressure: Path) -> float | None:
+def _waited(proc: Path) -> float | None:
     """Return `total` of the first line, "some avg10=0.00 avg60=0.00 avg300=0.00 total=0"."""
     try:
-        return int(pressure.read_text().split()[4].removeprefix("total=")) / 1e6
+        return int(_content(proc / "pressure/cpu").split()[4].removeprefix(b"total=")) / 1e6
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _content(path: Path) -> bytes:
+    return os.pread(_opened(path), _MOST_BYTES, 0)
+
+
+@cache
+def _opened(path: Path) -> int:
+    """Open a file for good: the kernel takes ten times as long to open it as to read it again."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

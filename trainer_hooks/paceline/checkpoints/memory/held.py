@@ -6,9 +6,11 @@ import hashlib
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.checkpoints.errors import CheckpointError, DamagedError
+from paceline.checkpoints.memory.cost import measured
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName
 from paceline.checkpoints.memory.file import (
     CopyRecord,
@@ -55,6 +57,7 @@ class HeldCopies:
         self.ranks = ranks
         self._memory = memory
         self._closed = closed
+        self.taking_cost: Callable[[float], object] = lambda seconds: None  # called with each cost
         self._is_off = False
         self._slots: dict[int, list[CopySlot]] = {rank: [] for rank in ranks}
         self._locks = {rank: threading.Lock() for rank in ranks}  # connections may overlap
@@ -71,7 +74,8 @@ class HeldCopies:
     def serve(self, connection: PeerConnection, message: Message) -> None:
         """Answer one message. Raises OSError or CheckpointError if the connection is broken."""
         if isinstance(message, SendCopy):
-            self._take(connection, unpack_record(message.block))
+            with measured(self.taking_cost):
+                self._take(connection, unpack_record(message.block))
         elif isinstance(message, RequestCopy):
             self._give(connection, message)
         else:

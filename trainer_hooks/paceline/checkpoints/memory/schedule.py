@@ -19,7 +19,8 @@ import msgspec
 from paceline.agreement import RankStore
 
 FIRST_SECONDS = 60.0  # after the first plan, in which costs still fall
-FIRST_POLL_SECONDS = 0.5  # between polls of the store until then
+FIRST_POLL_SECONDS = 0.5  # between polls of the store until there is a plan
+REVISION_POLL_SECONDS = 2.0  # until FIRST_SECONDS after it
 _RANKS_OF_FIRST_POLL = 512  # that may poll as often; more ranks poll as much less often
 FIRST_POST_SECONDS = 10.0  # between the posts of a rank's costs until then
 POLL_SECONDS = 10.0
@@ -37,9 +38,10 @@ class CopyCost(msgspec.Struct, frozen=True):
 
     step: int  # at which the rank is
     step_seconds: float
-    blocking_seconds: float  # that it takes from the training
+    blocking_seconds: tuple[float, ...]  # that each of the last copies took from the training
     background_seconds: float  # until the copy is complete and hashed
     transfer_seconds: float | None  # until it is on the other node; None: there was none
+    sending_seconds: float = 0.0  # that sending and receiving one take from the training
 
 
 class CopyPlan(msgspec.Struct, frozen=True):
@@ -50,6 +52,7 @@ class CopyPlan(msgspec.Struct, frozen=True):
     send_every: int
 
 
+_CHANGES = "changes"  # counter in the store, of all that is written there
 _COSTS = msgspec.json.Decoder(CopyCost)
 _PLANS = msgspec.json.Decoder(CopyPlan)
 
@@ -62,6 +65,8 @@ def plan_of(
 ) -> CopyPlan:
     """Return the plan for the costs of all ranks.
 
+    If it costs more to send a copy than to make it, as much rarer ones are sent.
+
     Args:
         costs: one per rank.
         overhead_ratio: share of a step that copies may take.
@@ -69,23 +74,38 @@ def plan_of(
         last: the plan in effect, whose interval stays while it about fits the costs, which vary.
 
     Example:
-        >>> plan_of([CopyCost(9, 1.0, 0.012, 0.1, None)], 0.005, lead_seconds=3)
+        >>> plan_of([CopyCost(9, 1.0, (0.012,), 0.1, None)], 0.005, lead_seconds=3)
         CopyPlan(first_step=14, every=3, send_every=3)
     """
     step = max(min(cost.step_seconds for cost in costs), 1e-6)
-    blocking = max(cost.blocking_seconds for cost in costs)
+    # All ranks wait for the slowest one, which is another one each time.
+    copies = zip(*(cost.blocking_seconds for cost in costs), strict=False)
+    blocking = median(max(copy) for copy in copies)
     background = max(cost.background_seconds for cost in costs)
     transfer = max((cost.transfer_seconds or 0.0 for cost in costs), default=0.0)
-    steps = max(blocking / (overhead_ratio * step), _MARGIN * background / step)
-    if last is not None and _FITTING[0] * last.every <= steps <= _FITTING[1] * last.every:
-        every = last.every
-    else:
-        every = min(max(1, ceil(steps)), _LONGEST_STEPS)
+    sending = max(cost.sending_seconds for cost in costs)
+    copies_per_transfer = sending / blocking if blocking else 1.0
+    lost = blocking + sending / max(1.0, copies_per_transfer)
+    every = _interval(
+        max(lost / (overhead_ratio * step), _MARGIN * background / step),
+        None if last is None else last.every,
+    )
+    copies_per_transfer = _interval(
+        max(copies_per_transfer, _MARGIN * transfer / (every * step)),
+        None if last is None else last.send_every // last.every,
+    )
     return CopyPlan(
         first_step=max(cost.step for cost in costs) + 2 + ceil(lead_seconds / step),
         every=every,
-        send_every=every * max(1, ceil(_MARGIN * transfer / (every * step))),
+        send_every=every * copies_per_transfer,
     )
+
+
+def _interval(asked: float, last: int | None) -> int:
+    """Return a whole number of at least `asked`; the last one while it about fits."""
+    if last is not None and _FITTING[0] * last <= asked <= _FITTING[1] * last:
+        return last
+    return min(max(1, ceil(asked)), _LONGEST_STEPS)
 
 
 class CopySchedule:
@@ -104,6 +124,7 @@ class CopySchedule:
         self._size = world_size
         slower = max(1.0, world_size / _RANKS_OF_FIRST_POLL)
         self._first_poll = min(POLL_SECONDS, slower * FIRST_POLL_SECONDS)
+        self._revision_poll = min(POLL_SECONDS, slower * REVISION_POLL_SECONDS)
         self._overhead_ratio = overhead_ratio
         self._first_step: int | None = None
         self._step = 0
@@ -113,12 +134,15 @@ class CopySchedule:
         self._deferred: deque[float] = deque(maxlen=_COPIES_KEPT)
         self._background: deque[float] = deque(maxlen=_COPIES_KEPT)
         self._transfers: deque[float] = deque(maxlen=_COPIES_KEPT)
+        self._sending: deque[float] = deque(maxlen=_COPIES_KEPT)
+        self._taking: deque[float] = deque(maxlen=_COPIES_KEPT)
         self._copies = 0
         self._awaits_transfer = False
         self._poll_at = 0.0
         self._post_at = 0.0
         self._planned_at: float | None = None  # clock, of the first plan
         self._published: CopyPlan | None = None
+        self._changes = 0  # of the store that are read
 
     # The training thread
 
@@ -169,7 +193,7 @@ class CopySchedule:
         if store is None or self.has_complete_step:
             return
         if store.add(f"copies/{step}", 1) == self._size:
-            store.set("complete", str(step))
+            self._write(store, "complete", str(step))
 
     def expect_transfers(self) -> None:
         """Have the first plan wait for a transfer, or for its failure."""
@@ -181,47 +205,74 @@ class CopySchedule:
         if seconds is not None:
             self._transfers.append(seconds)
 
+    def sending_cost(self, seconds: float) -> None:
+        """Note what sending a copy took from the training."""
+        self._sending.append(seconds)
+
+    def taking_cost(self, seconds: float) -> None:
+        """Note what taking a copy of another node took from the training."""
+        self._taking.append(seconds)
+
     def poll(self) -> None:
         """Exchange costs and plan, if it is time. Errors of the store are raised."""
         now = monotonic()
         if now < self._poll_at:
             return
-        planned = now if self._planned_at is None else self._planned_at
-        is_first = now < planned + FIRST_SECONDS
-        # The others poll often for longer, so that they still read the plans of rank 0 in time.
-        others = self._rank != 0 and now < planned + 2 * FIRST_SECONDS
-        seconds = self._first_poll if is_first or others else POLL_SECONDS
+        planned = self._planned_at
+        is_first = planned is None or now < planned + FIRST_SECONDS
+        if planned is None:
+            seconds = self._first_poll
+        elif is_first or (self._rank != 0 and now < planned + 2 * FIRST_SECONDS):
+            # The others poll often for longer, so that they still read the plans of rank 0 in time.
+            seconds = self._revision_poll
+        else:
+            seconds = POLL_SECONDS
         self._poll_at = now + seconds
         cost = self._cost()
-        if cost is not None and now >= self._post_at:
+        is_due = cost is not None and now >= self._post_at
+        if is_due:
             self._post_at = now + (FIRST_POST_SECONDS if is_first else POST_SECONDS)
-            if self._store is None:
+        store = self._store
+        if store is None:
+            if cost is not None and is_due:
                 self._adopt(plan_of([cost], self._overhead_ratio, 0.0, self._published))
-            else:
-                self._store.set(f"cost/{self._rank}", msgspec.json.encode(cost).decode())
-        if self._store is not None:
+            return
+        if cost is not None and is_due:
+            self._write(store, f"cost/{self._rank}", msgspec.json.encode(cost).decode())
+        changes = store.add(_CHANGES, 0)
+        if changes != self._changes:
+            self._changes = changes
             if self._rank == 0 and cost is not None:
-                self._publish(self._store, 3 * seconds)
-            self._read(self._store)
+                self._publish(store, 3 * seconds)
+            self._read(store)
 
     def turn_off(self, reason: str) -> None:
         """Have all ranks stop making copies."""
         if self._store is not None:
             self._store.compare_set("off", "", reason)
+            self._store.add(_CHANGES, 1)
         self.off = reason
+
+    @staticmethod
+    def _write(store: RankStore, key: str, value: str) -> None:
+        store.set(key, value)
+        store.add(_CHANGES, 1)
 
     def _cost(self) -> CopyCost | None:
         if len(self._blocking) < _COPIES_TO_PLAN or not self._background or self._awaits_transfer:
             return None
         # The first copies of a process take longer: memory is mapped, connections are made.
-        typical = min if self._planned_at is None else median
+        is_first = self._planned_at is None
+        typical = min if is_first else median
+        blocking = [min(self._blocking.copy())] if is_first else list(self._blocking.copy())
+        deferred = typical(self._deferred.copy()) if self._deferred else 0.0
         return CopyCost(
             step=self._step,
             step_seconds=median(self._steps.copy()),
-            blocking_seconds=typical(self._blocking.copy())
-            + (typical(self._deferred.copy()) if self._deferred else 0.0),
+            blocking_seconds=tuple(each + deferred for each in blocking),
             background_seconds=typical(self._background.copy()),
             transfer_seconds=typical(self._transfers.copy()) if self._transfers else None,
+            sending_seconds=sum(typical(d.copy()) for d in (self._sending, self._taking) if d),
         )
 
     def _publish(self, store: RankStore, lead_seconds: float) -> None:
@@ -233,7 +284,7 @@ class CopySchedule:
         last = self._published
         plan = plan_of(costs, self._overhead_ratio, lead_seconds, last)
         if last is None or (plan.every, plan.send_every) != (last.every, last.send_every):
-            store.set("plan", msgspec.json.encode(plan).decode())
+            self._write(store, "plan", msgspec.json.encode(plan).decode())
 
     def _read(self, store: RankStore) -> None:
         self.has_complete_step = self.has_complete_step or store.check(["complete"])
