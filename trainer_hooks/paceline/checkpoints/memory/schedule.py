@@ -142,7 +142,7 @@ class CopySchedule:
         self._post_at = 0.0
         self._planned_at: float | None = None  # clock, of the first plan
         self._published: CopyPlan | None = None
-        self._changes = 0  # of the store that are read
+        self._changes = 0  # number of writes to the store that this rank has read
 
     # The training thread
 
