@@ -272,6 +272,16 @@ def renamed() -> Training:
     return run
 
 
+def renamed_each_time() -> Training:
+    """A directory that gets its name once it is complete."""
+    run = Training()
+    temporary = directory / "saving"
+    for done in run.steps():
+        dcp.save(run.state(), checkpoint_id=temporary)
+        temporary.rename(directory / f"at-{done}")
+    return run
+
+
 def resumed() -> Training:
     """The steps of a script that loads its checkpoint continue its count."""
     run = Training()
@@ -313,6 +323,7 @@ SCENARIOS: list[Callable[[], Training]] = [
     failed,
     overwritten,
     renamed,
+    renamed_each_time,
     resumed,
     resumed_in_marked_steps,
 ]

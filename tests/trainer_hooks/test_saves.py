@@ -65,6 +65,14 @@ def test_names_with_numbers_are_described_once(runs: Runs, directory: Path) -> N
     assert runs["numbered_folders"]["path"] == str(directory / "step-*" / "model.pt")
 
 
+def test_a_checkpoint_that_is_renamed_once_complete_has_its_last_name(
+    runs: Runs, directory: Path
+) -> None:
+    assert runs["renamed"]["path"] == str(directory / "renamed.pt")
+    assert runs["renamed_each_time"]["seen"] == [1, 2, 3, 4, 5, 6]
+    assert runs["renamed_each_time"]["path"] == str(directory / "at-*")
+
+
 @pytest.mark.parametrize("name", ["no_checkpoints", "failed", "saved_on_command"])
 def test_other_saves_are_no_checkpoints(runs: Runs, name: str) -> None:
     assert runs[name]["seen"] == [None] * 6

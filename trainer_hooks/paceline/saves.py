@@ -6,7 +6,8 @@ parameters that train. This reads the structure and the shapes, which are on the
 touched. If in doubt a save does not count: a repair that waits for a checkpoint then asks a person.
 
 A save that raises an error is a failed checkpoint. A complete one that it has overwritten is
-withdrawn.
+withdrawn. One that the script has renamed since, because it saves to a temporary file first, is
+found by its inode before the next save.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -50,6 +52,14 @@ class _Complete(NamedTuple):
     files: Files
 
 
+class _Written(NamedTuple):
+    """The newest checkpoint, a file or a directory."""
+
+    path: str
+    device: int
+    inode: int
+
+
 class Saves:
     """Reports the checkpoints of one session. The thread that trains calls all methods."""
 
@@ -63,11 +73,13 @@ class Saves:
         self._contain_optimizers = False
         self._pending: Any = None  # future of the newest asynchronous save
         self._complete: dict[str, _Complete] = {}  # by path
+        self._newest: _Written | None = None
         self.count = 0  # checkpoints that were reported or recognized, complete or not
         self.are_reported = False  # the script or its framework reports its checkpoints itself
 
     def overwritten(self, save: Save) -> str | None:
         """Return the path of the complete checkpoint that a save is about to overwrite, if any."""
+        self._follow_rename()
         path = _path(save.path)
         return path if path is not None and self._is_intact(path) else None
 
@@ -144,6 +156,18 @@ class Saves:
             self._complete[path] = _Complete(step, _files(path))
             if len(self._complete) > MOST_COMPLETE:
                 del self._complete[next(iter(self._complete))]
+            with suppress(OSError):  # it has no file of this name: a storage of the script's own
+                status = os.stat(path)
+                self._newest = _Written(path, status.st_dev, status.st_ino)
+
+    def _follow_rename(self) -> None:
+        """Publish the newest checkpoint under the name that the script has given it since."""
+        newest, self._newest = self._newest, None
+        path = None if newest is None else _renamed(newest)
+        if newest is not None and path is not None:
+            self.describe(path)
+            if (known := self._complete.pop(newest.path, None)) is not None:
+                self._complete[path] = known
 
     def _failed(self, path: str | None, overwritten: str | None, error: BaseException) -> None:
         self._recorder.checkpoint_failed(_reason(error, path))
@@ -224,6 +248,19 @@ def _files(path: str) -> Files:
     except OSError:
         return ()
     return tuple(sorted((name, status.st_size, status.st_mtime_ns) for name, status in found))
+
+
+def _renamed(written: _Written) -> str | None:
+    """Return the name in the same directory that a file has now, if it is another one."""
+    directory = os.path.dirname(written.path)
+    try:
+        if os.path.lexists(written.path) or os.stat(directory).st_dev != written.device:
+            return None
+        with os.scandir(directory) as entries:
+            found = (each for each in islice(entries, MOST_FILES) if each.inode() == written.inode)
+            return next((each.path for each in found), None)
+    except OSError:
+        return None
 
 
 def _reason(error: BaseException, path: str | None) -> str:

@@ -50,7 +50,8 @@ class Ettr:
     faults: int
     seconds: float
     new_steps: int
-    step_seconds: float
+    step_seconds: float  # the time of an undisturbed step that counts
+    own_step_seconds: float  # under this launcher
     downtime_seconds: float  # mean, from a fault to the first step of new processes
     repeated_steps: int
     measured: float
@@ -141,6 +142,7 @@ def result(
         len(downtimes),
         seconds,
         new_steps,
+        step_seconds,
         step_seconds,
         down,
         repeated_steps,

@@ -25,7 +25,8 @@ def test_a_throttled_node_is_replaced_after_a_checkpoint_without_losing_a_step(
     world.tick((world.finding(),))
     action = world.one_action("restart")
     assert action.reason == (
-        f"Checkpoint at step {world.highest_step + 3} and restart without node-1: "  # type: ignore[operator]
+        f"Checkpoint at step {world.highest_step + 3} or later and restart "  # type: ignore[operator]
+        "without node-1: "
         "Rank 2 is 2.5x slower: thermal throttle on node-1. "
         f"(Figures of step {world.highest_step}.)"
     )

@@ -43,7 +43,7 @@ def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress)
         action,
         progress,
         "checkpoint",
-        f"All ranks save step {target} and stop.",
+        f"All ranks save the same step, {target} or later, and stop.",
         seconds=draft.policy.checkpoint_timeout_seconds + ahead * step_seconds,
     )
     # while the others still save
@@ -106,7 +106,7 @@ def _stop_if_saved(
     if len(saved) < len(draft.ranks) or len(set(saved.values())) != 1:
         return False
     step = next(iter(saved.values()))
-    progress = replace(progress, saved_step=step, target_step=step)
+    progress = replace(progress, saved_step=step)
     action = replace(action, reason=restart_reason(progress, action.exclude_nodes))
     enter_stop(draft, action, progress, f"All {len(saved)} ranks saved step {step}.")
     return True
