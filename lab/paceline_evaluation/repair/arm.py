@@ -132,6 +132,7 @@ class RepairArm:
         if "Paceline" not in done:
             cluster = RepairCluster(self._usual)
             with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
+                cluster.yield_processors()
                 running = self._job(cluster, client, with_memory)
                 running.make_steady()
                 measure("Paceline", running.log, with_memory)

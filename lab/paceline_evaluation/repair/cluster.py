@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ NODES = 4  # a job of two nodes, and two spares
 DISK_MEBIBYTES = 400
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
 _REAPED_SECONDS = 30.0
+_LOWEST = 19
 _FAKE_CLOCK = Path(__file__).with_name("fake_clock.c")
 
 Database = Literal["postgresql", "sqlite"]
@@ -179,6 +180,14 @@ class RepairCluster(Cluster):
         assert self.server is not None
         return descendants(self.server.pid)
 
+    def yield_processors(self) -> None:
+        """Give server and database the lowest priority: they usually have another machine."""
+        assert self.server is not None
+        roots = [self.server.pid]
+        if self.postgresql is not None:
+            roots.append(self.postgresql.pid)
+        lower_priority([pid for root in roots for pid in (root, *descendants(root))])
+
     def _mount_small_disk(self) -> None:
         options = f"size={DISK_MEBIBYTES}m"
         mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(self.directory)]
@@ -194,6 +203,21 @@ class RepairCluster(Cluster):
         assert self.operator_token is not None
         os.environ["PACELINE_TOKEN"] = self.operator_token  # read by `paceline run`
         self._cleanup.callback(os.environ.pop, "PACELINE_TOKEN", None)
+
+
+def lower_priority(pids: Iterable[int]) -> None:
+    """Give processes, their threads and what these will start the lowest priority.
+
+    Where the kernel groups processes by session (`sched_autogroup_enabled`), it counts within a
+    session only, so the sessions get it too.
+    """
+    for pid in pids:
+        process = Path(f"/proc/{pid}")
+        for thread in process.glob("task/*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), _LOWEST)
+        with contextlib.suppress(OSError):  # a kernel without groups
+            (process / "autogroup").write_text(str(_LOWEST))
 
 
 def lock_sqlite(path: Path, seconds: float) -> None:

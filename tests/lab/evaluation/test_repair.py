@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +20,7 @@ from paceline_evaluation.endings import crash
 from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.repair import ettr, noise, report
 from paceline_evaluation.repair.arm import RepairArm, RepairResults
+from paceline_evaluation.repair.cluster import lower_priority
 from paceline_evaluation.repair.faults import KINDS, PLANS
 from paceline_evaluation.repair.noise import SimulatedJob
 from paceline_evaluation.repair.schedule import draw, groups
@@ -242,6 +245,19 @@ def test_a_job_that_does_not_recover_has_an_ettr_with_that_downtime(
     assert ettr.result("Paceline", "ddp", 180.0, 0, 0, 0.1, [180.0]).ratio == 0.0
     figures = report.figures(RepairResults(ettr=[found]), [])
     assert any("did not recover" in line for line in report.sentences(figures))
+
+
+def test_a_process_and_its_threads_get_the_lowest_priority() -> None:
+    code = "import threading; threading.Thread(target=input).start(); print(flush=True)"
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        lower_priority([process.pid])
+        threads = [int(each.name) for each in Path(f"/proc/{process.pid}/task").iterdir()]
+        assert [os.getpriority(os.PRIO_PROCESS, each) for each in threads] == [19, 19]
+        process.kill()
 
 
 def test_an_undisturbed_step_is_neither_early_nor_just_after_a_checkpoint() -> None:
