@@ -11,6 +11,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -282,6 +283,15 @@ def renamed_each_time() -> Training:
     return run
 
 
+def renamed_from_random_names() -> Training:
+    run = Training()
+    for _ in run.steps():
+        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as temporary:
+            torch.save(run.state(), temporary)
+        os.replace(temporary.name, directory / "latest.pt")
+    return run
+
+
 def resumed() -> Training:
     """The steps of a script that loads its checkpoint continue its count."""
     run = Training()
@@ -324,6 +334,7 @@ SCENARIOS: list[Callable[[], Training]] = [
     overwritten,
     renamed,
     renamed_each_time,
+    renamed_from_random_names,
     resumed,
     resumed_in_marked_steps,
 ]

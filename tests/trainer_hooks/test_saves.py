@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.saves import _reason
+from paceline.saves import _Entry, _reason, _Written
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
 from tests.trainer_hooks.conftest import rings_of_two_ranks, run_scenarios
@@ -71,6 +71,41 @@ def test_a_checkpoint_that_is_renamed_once_complete_has_its_last_name(
     assert runs["renamed"]["path"] == str(directory / "renamed.pt")
     assert runs["renamed_each_time"]["seen"] == [1, 2, 3, 4, 5, 6]
     assert runs["renamed_each_time"]["path"] == str(directory / "at-*")
+    assert runs["renamed_from_random_names"]["path"] == str(directory / "latest.pt")
+
+
+def test_a_checkpoint_is_found_again_by_its_inode(tmp_path: Path) -> None:
+    folder, other = tmp_path / "saving", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    path = folder / "model.tmp"
+    path.write_text("complete")
+    written = _Written.at(str(path))
+    assert written is not None
+    assert written.find() == str(path)
+    path.rename(folder / "model.pt")
+    path.write_text("the next one")
+    assert written.find() == str(folder / "model.pt")
+    (folder / "model.pt").rename(other / "model.pt")
+    assert written.find() is None
+
+
+def test_a_checkpoint_is_found_in_a_directory_that_was_renamed(tmp_path: Path) -> None:
+    (tmp_path / "saving").mkdir()
+    path = tmp_path / "saving" / "model.pt"
+    path.write_text("complete")
+    written = _Written.at(str(path))
+    assert written is not None
+    path.parent.rename(tmp_path / "step-1")
+    assert written.find() == str(tmp_path / "step-1" / "model.pt")
+
+
+def test_another_file_with_the_inode_of_a_deleted_one_is_no_checkpoint(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text("{}")
+    entry = _Entry.at(str(metrics))
+    assert entry is not None
+    assert entry._replace(path=str(tmp_path / "model.pt"), size=1000).find() is None
 
 
 @pytest.mark.parametrize("name", ["no_checkpoints", "failed", "saved_on_command"])

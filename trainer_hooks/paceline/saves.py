@@ -6,8 +6,8 @@ parameters that train. This reads the structure and the shapes, which are on the
 touched. If in doubt a save does not count: a repair that waits for a checkpoint then asks a person.
 
 A save that raises an error is a failed checkpoint. A complete one that it has overwritten is
-withdrawn. One that the script has renamed since, because it saves to a temporary file first, is
-found by its inode before the next save.
+withdrawn. One that the script has renamed since, because it saves under another name first, is
+found by its inode before the next save, also if its directory was renamed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -52,12 +51,57 @@ class _Complete(NamedTuple):
     files: Files
 
 
-class _Written(NamedTuple):
-    """The newest checkpoint, a file or a directory."""
+class _Entry(NamedTuple):
+    """A file or a directory, as it was."""
 
     path: str
     device: int
     inode: int
+    size: int
+
+    @classmethod
+    def at(cls, path: str) -> _Entry | None:
+        try:
+            status = os.stat(path)
+        except OSError:
+            return None
+        return cls(path, status.st_dev, status.st_ino, status.st_size)
+
+    def is_earlier(self, of: _Entry | None) -> bool:
+        """Return whether the other one is the same, at any path, and did not become smaller."""
+        is_same = of is not None and (of.device, of.inode) == (self.device, self.inode)
+        return is_same and of is not None and of.size >= self.size
+
+    def find(self) -> str | None:
+        """Return its path of now, if it has one in the same directory."""
+        if self.is_earlier(_Entry.at(self.path)):
+            return self.path
+        try:
+            with os.scandir(os.path.dirname(self.path)) as entries:
+                names = [e.path for e in islice(entries, MOST_FILES) if e.inode() == self.inode]
+        except OSError:
+            return None
+        return next((name for name in names if self.is_earlier(_Entry.at(name))), None)
+
+
+class _Written(NamedTuple):
+    """The newest checkpoint, a file or a directory, and the directory that it is in."""
+
+    entry: _Entry
+    directory: _Entry
+
+    @classmethod
+    def at(cls, path: str) -> _Written | None:
+        entry, directory = _Entry.at(path), _Entry.at(os.path.dirname(path))
+        return None if entry is None or directory is None else cls(entry, directory)
+
+    def find(self) -> str | None:
+        """Return its path of now."""
+        found = self.entry.find()
+        if found is None and (directory := self.directory.find()) is not None:
+            path = os.path.join(directory, os.path.basename(self.entry.path))
+            found = path if self.entry.is_earlier(_Entry.at(path)) else None
+        return found
 
 
 class Saves:
@@ -74,6 +118,7 @@ class Saves:
         self._pending: Any = None  # future of the newest asynchronous save
         self._complete: dict[str, _Complete] = {}  # by path
         self._newest: _Written | None = None
+        self._renames = False  # the script: a name counts once the checkpoint has kept it
         self.count = 0  # checkpoints that were reported or recognized, complete or not
         self.are_reported = False  # the script or its framework reports its checkpoints itself
 
@@ -102,7 +147,8 @@ class Saves:
         if self.are_reported or not step or not self._is_checkpoint(save, optimizers):
             return
         self.count += 1
-        self.describe(save.path)
+        if not self._renames:
+            self.describe(save.path)
         path = _path(save.path)
         if is_pending:
             future.add_done_callback(partial(self._completed, step, path, overwritten))
@@ -156,17 +202,21 @@ class Saves:
             self._complete[path] = _Complete(step, _files(path))
             if len(self._complete) > MOST_COMPLETE:
                 del self._complete[next(iter(self._complete))]
-            with suppress(OSError):  # it has no file of this name: a storage of the script's own
-                status = os.stat(path)
-                self._newest = _Written(path, status.st_dev, status.st_ino)
+            self._newest = _Written.at(path)
 
     def _follow_rename(self) -> None:
         """Publish the newest checkpoint under the name that the script has given it since."""
-        newest, self._newest = self._newest, None
-        path = None if newest is None else _renamed(newest)
-        if newest is not None and path is not None:
+        newest = self._newest
+        if newest is None:
+            return
+        path, before = newest.find(), newest.entry.path
+        if path is not None and (path != before or self._renames):
+            self._renames = True
             self.describe(path)
-            if (known := self._complete.pop(newest.path, None)) is not None:
+        if path != before:
+            self._newest = None
+            known = self._complete.pop(before, None)
+            if path is not None and known is not None:
                 self._complete[path] = known
 
     def _failed(self, path: str | None, overwritten: str | None, error: BaseException) -> None:
@@ -174,7 +224,9 @@ class Saves:
         if overwritten is None or self._is_intact(overwritten):
             return
         self._complete.pop(overwritten, None)
-        left = [known.step for place, known in self._complete.items() if self._is_intact(place)]
+        left = [
+            known.step for place, known in list(self._complete.items()) if self._is_intact(place)
+        ]
         self._recorder.checkpoint_saved(max(left, default=0))
 
     def _is_intact(self, path: str) -> bool:
@@ -248,19 +300,6 @@ def _files(path: str) -> Files:
     except OSError:
         return ()
     return tuple(sorted((name, status.st_size, status.st_mtime_ns) for name, status in found))
-
-
-def _renamed(written: _Written) -> str | None:
-    """Return the name in the same directory that a file has now, if it is another one."""
-    directory = os.path.dirname(written.path)
-    try:
-        if os.path.lexists(written.path) or os.stat(directory).st_dev != written.device:
-            return None
-        with os.scandir(directory) as entries:
-            found = (each for each in islice(entries, MOST_FILES) if each.inode() == written.inode)
-            return next((each.path for each in found), None)
-    except OSError:
-        return None
 
 
 def _reason(error: BaseException, path: str | None) -> str:

@@ -199,7 +199,7 @@ def _ettr_text(one: dict[str, Any]) -> str:
         f"{one['seconds']:.0f} s): {one['measured']:.3f}, {one['of_optimum']:.3f} of the optimum "
         f"{one['optimum']:.3f} with its downtime of {one['downtime_seconds']:.1f} s; "
         f"{one['repeated_steps']} steps repeated, {one['new_steps']} new ones of "
-        f"{one['step_seconds'] * 1000:.1f} ms, undisturbed {one['own_step_seconds'] * 1000:.1f} ms."
+        f"{one['step_seconds'] * 1000:.1f} ms (its own: {one['own_step_seconds'] * 1000:.1f} ms)."
         f"{'' if one['recovered'] else ' It did not recover from the last fault.'}"
     )
 

@@ -29,6 +29,7 @@ from paceline.checkpoints.memory.deferred import DeferredCopy, TensorPlan
 from paceline.checkpoints.memory.directory import CopyDirectory
 from paceline.checkpoints.memory.held import HeldCopies
 from paceline.checkpoints.memory.slots import NodeMemory
+from paceline.checkpoints.memory.transfer import CopyServer
 from paceline.checkpoints.parts import part_of
 from paceline.checkpoints.rank_group import RankGroup
 from paceline.environment import memory_settings
@@ -569,4 +570,36 @@ def test_a_dead_peer_is_reported_once_and_tried_again(tmp_path: Path) -> None:
     assert copies._failures > 3
     assert len(reports) == 1
     assert "Connection refused" in reports[0]
+    copies.close(remove=True)
+
+
+def test_what_sending_and_receiving_cost_is_counted(tmp_path: Path) -> None:
+    """One process sends its copies to itself, in another directory."""
+    memory, closed = NodeMemory(1 << 30), threading.Event()
+    held = HeldCopies(CopyDirectory(tmp_path / "held", "0" * 32), 1, frozenset({0}), memory, closed)
+    server = CopyServer("127.0.0.1", b"secret", None, held.serve)
+    address = ("127.0.0.1", server.port)
+    reports: list[str] = []
+    copies = MemoryCopies(
+        memory_settings(),
+        CopyDirectory(tmp_path / "memory", "0" * 32),
+        _JobRanks(RankGroup(None), [0], [0], [address], b"secret"),
+        1,
+        memory,
+        None,
+        held,
+        server,
+        closed,
+        Captures({"part": part_of("part", {"weight": torch.zeros(100)}, dict)}),
+        reports.append,
+    )
+    for step in range(1, 9):
+        copies.step_ended(step)
+        until(lambda: not copies._is_writing and copies._sending is None)
+    assert reports == []
+    planned = copies._schedule
+    until(lambda: len(planned._taking) == len(planned._sending) > 1)
+    cost = planned._cost()
+    assert cost is not None
+    assert cost.sending_seconds == min(planned._sending) + min(planned._taking)
     copies.close(remove=True)

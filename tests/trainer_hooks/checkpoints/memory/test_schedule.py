@@ -29,8 +29,11 @@ def cost(*blocking_seconds: float, **values: float) -> CopyCost:
         ([cost(transfer_seconds=3.0)], 1, 4),
         ([cost(0.01, transfer_seconds=3.0)], 2, 4),
         ([cost(step_seconds=0.01), cost()], 20, 20),
-        ([cost(0.01, 0.01, 0.03), cost(0.02, 0.01)], 3, 3),
+        ([cost(0.01, 0.01, 0.03), cost(0.015)], 3, 3),
         ([cost(0.01, 0.01, 0.03), cost(0.01, 0.02, 0.01)], 4, 4),
+        ([cost(0.001, sending_seconds=0.004)], 1, 1),
+        ([cost(0.0001, sending_seconds=0.1)], 1, 21),
+        ([cost(0.0, sending_seconds=0.1)], 1, 20),
         ([cost(0.01, sending_seconds=0.01)], 4, 4),
         ([cost(0.01, sending_seconds=0.03)], 4, 12),
         ([cost(0.01, sending_seconds=0.03, transfer_seconds=40.0)], 4, 52),
@@ -112,6 +115,21 @@ def test_a_poll_without_changes_asks_the_store_once(ranks: list[CopySchedule]) -
     rank._store = calls
     rank.poll()
     assert [name for name, *_ in calls.mock_calls] == ["add"]
+
+
+def test_a_plan_reaches_ranks_that_post_nothing(ranks: list[CopySchedule]) -> None:
+    for rank in ranks:
+        train(rank, 40, 0.0)
+        rank.poll()
+    for rank in ranks:
+        rank.poll()
+    first = ranks[1]._published
+    assert first is not None
+    ranks[1]._post_at = float("inf")
+    train(ranks[0], 40, 10.0)
+    ranks[0].poll()
+    ranks[1].poll()
+    assert ranks[1]._published == ranks[0]._published != first
 
 
 def test_the_first_plan_is_revised_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from paceline.agreement import RankStore, store_of_process_group
 from paceline.checkpoints.errors import CheckpointError, DamagedError
 from paceline.checkpoints.layout import Saved
 from paceline.checkpoints.memory.captures import Captures
-from paceline.checkpoints.memory.cost import measured
+from paceline.checkpoints.memory.cost import Work
 from paceline.checkpoints.memory.deferred import DeferredCopy, LiveTensors, Updates
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName, available_bytes
 from paceline.checkpoints.memory.file import (
@@ -455,11 +455,10 @@ class MemoryCopies:
 
     def _complete(self, slot: CopySlot, step: int, layout: CopyLayout, copy: DeferredCopy) -> None:
         """Finish a copy, hash it and give it its name. Raises OSError if it was deleted."""
-        started = monotonic()
-        with measured(self._schedule.deferred):
-            is_complete = self._finish(slot, step, layout, copy)
-        if not is_complete:
+        started, work = monotonic(), Work()
+        if not self._finish(slot, step, layout, copy):
             return
+        self._schedule.deferred(work.lost_seconds())
         self._newest = slot
         self._completed += 1
         self._is_writing = False
@@ -516,10 +515,9 @@ class MemoryCopies:
 
     def _send_all(self) -> None:
         while (slot := self._outgoing.get()) is not None:
-            started = monotonic()
+            started, work = monotonic(), Work()
             try:
-                with measured(self._schedule.sending_cost):
-                    self._send(slot)
+                self._send(slot)
             except (OSError, CheckpointError) as error:
                 self._failed(error)
             else:
@@ -528,6 +526,7 @@ class MemoryCopies:
                 self._failures = 0
                 self._sent = slot
                 self._schedule.sent(monotonic() - started)
+                self._schedule.sending_cost(work.lost_seconds())
                 assert slot.record is not None, "the copy is complete"
                 self._tasks.put(partial(self._schedule.completed, slot.record.step))
             self._sending = None

@@ -9,8 +9,7 @@ or for a network then loses nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from time import monotonic, thread_time
@@ -33,13 +32,16 @@ class HostUse(NamedTuple):
         return cls(monotonic(), _idle(proc), _waited(proc))
 
 
-@contextmanager
-def measured(report: Callable[[float], object]) -> Iterator[None]:
-    """Report what a thread's work in this context costs: the result of `lost_seconds`."""
-    before, begin = HostUse.read(), thread_time()
-    yield
-    own = thread_time() - begin
-    report(lost_seconds(before, HostUse.read(), own))
+class Work:
+    """The work of a thread, from the creation of this object on."""
+
+    def __init__(self) -> None:
+        self._before, self._begin = HostUse.read(), thread_time()
+
+    def lost_seconds(self) -> float:
+        """Return what it has cost so far, as the function of this name. Called by that thread."""
+        own = thread_time() - self._begin
+        return lost_seconds(self._before, HostUse.read(), own)
 
 
 def lost_seconds(before: HostUse, after: HostUse, own: float) -> float:
@@ -73,22 +75,22 @@ def lost_seconds(before: HostUse, after: HostUse, own: float) -> float:
 
 
 def _idle(proc: Path) -> float | None:
-    try:
-        return float(_content(proc / "uptime").split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
+    return _number(proc / "uptime", lambda words: float(words[1]))
 
 
 def _waited(proc: Path) -> float | None:
     """Return `total` of the first line, "some avg10=0.00 avg60=0.00 avg300=0.00 total=0"."""
-    try:
-        return int(_content(proc / "pressure/cpu").split()[4].removeprefix(b"total=")) / 1e6
-    except (OSError, ValueError, IndexError):
-        return None
+    return _number(proc / "pressure/cpu", lambda words: int(words[4].removeprefix(b"total=")) / 1e6)
 
 
-def _content(path: Path) -> bytes:
-    return os.pread(_opened(path), _MOST_BYTES, 0)
+def _number(path: Path, of: Callable[[list[bytes]], float]) -> float | None:
+    """Return the number in a file's words; None if it is missing, or something else."""
+    for _ in range(2):
+        try:
+            return of(os.pread(_opened(path), _MOST_BYTES, 0).split())
+        except (OSError, ValueError, IndexError):
+            _opened.cache_clear()  # a script that closes all files has closed this one, too
+    return None
 
 
 @cache

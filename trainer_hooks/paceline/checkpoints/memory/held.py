@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.checkpoints.errors import CheckpointError, DamagedError
-from paceline.checkpoints.memory.cost import measured
+from paceline.checkpoints.memory.cost import Work
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName
 from paceline.checkpoints.memory.file import (
     CopyRecord,
@@ -57,7 +57,7 @@ class HeldCopies:
         self.ranks = ranks
         self._memory = memory
         self._closed = closed
-        self.taking_cost: Callable[[float], object] = lambda seconds: None  # called with each cost
+        self.taking_cost: Callable[[float], object] = lambda seconds: None  # for all ranks
         self._is_off = False
         self._slots: dict[int, list[CopySlot]] = {rank: [] for rank in ranks}
         self._locks = {rank: threading.Lock() for rank in ranks}  # connections may overlap
@@ -74,8 +74,7 @@ class HeldCopies:
     def serve(self, connection: PeerConnection, message: Message) -> None:
         """Answer one message. Raises OSError or CheckpointError if the connection is broken."""
         if isinstance(message, SendCopy):
-            with measured(self.taking_cost):
-                self._take(connection, unpack_record(message.block))
+            self._take(connection, unpack_record(message.block))
         elif isinstance(message, RequestCopy):
             self._give(connection, message)
         else:
@@ -86,6 +85,7 @@ class HeldCopies:
             connection.send(Reply("this rank does not hold such copies"))
             return
         with self._locks[record.rank]:
+            work = Work()
             try:
                 slot = self._slot(record)
                 slot.reuse()
@@ -102,6 +102,7 @@ class HeldCopies:
             name = CopyName(record.generation, record.step, record.rank)
             slot.complete(record, self._directory.file(name))
             connection.send(Reply())
+            self.taking_cost(len(self.ranks) * work.lost_seconds())
 
     def _slot(self, record: CopyRecord) -> CopySlot:
         """Return a slot that is not the newest copy's. Raises CheckpointError without memory."""

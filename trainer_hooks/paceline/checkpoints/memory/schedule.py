@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import ceil
+from itertools import cycle, islice
+from math import ceil, inf
 from statistics import median
 from time import monotonic
 
@@ -20,9 +21,9 @@ from paceline.agreement import RankStore
 
 FIRST_SECONDS = 60.0  # after the first plan, in which costs still fall
 FIRST_POLL_SECONDS = 0.5  # between polls of the store until there is a plan
-REVISION_POLL_SECONDS = 2.0  # until FIRST_SECONDS after it
+REVISION_POLL_SECONDS = 2.0  # in FIRST_SECONDS
 _RANKS_OF_FIRST_POLL = 512  # that may poll as often; more ranks poll as much less often
-FIRST_POST_SECONDS = 10.0  # between the posts of a rank's costs until then
+FIRST_POST_SECONDS = 10.0  # between the posts of a rank's costs in FIRST_SECONDS
 POLL_SECONDS = 10.0
 POST_SECONDS = 60.0
 _STEPS_KEPT = 32
@@ -52,7 +53,9 @@ class CopyPlan(msgspec.Struct, frozen=True):
     send_every: int
 
 
-_CHANGES = "changes"  # counter in the store, of all that is written there
+# Counters in the store, of what is written there: costs, and all else.
+_POSTS = "posts"
+_CHANGES = "changes"
 _COSTS = msgspec.json.Decoder(CopyCost)
 _PLANS = msgspec.json.Decoder(CopyPlan)
 
@@ -65,7 +68,8 @@ def plan_of(
 ) -> CopyPlan:
     """Return the plan for the costs of all ranks.
 
-    If it costs more to send a copy than to make it, as much rarer ones are sent.
+    Each copy is sent if the budget allows it. If not, sending gets at most as much of the budget as
+    the copies themselves.
 
     Args:
         costs: one per rank.
@@ -79,21 +83,24 @@ def plan_of(
     """
     step = max(min(cost.step_seconds for cost in costs), 1e-6)
     # All ranks wait for the slowest one, which is another one each time.
-    copies = zip(*(cost.blocking_seconds for cost in costs), strict=False)
-    blocking = median(max(copy) for copy in copies)
+    count = max(len(cost.blocking_seconds) for cost in costs)
+    newest_first = (islice(cycle(cost.blocking_seconds[::-1]), count) for cost in costs)
+    blocking = median(max(copy) for copy in zip(*newest_first, strict=True))
     background = max(cost.background_seconds for cost in costs)
     transfer = max((cost.transfer_seconds or 0.0 for cost in costs), default=0.0)
     sending = max(cost.sending_seconds for cost in costs)
-    copies_per_transfer = sending / blocking if blocking else 1.0
-    lost = blocking + sending / max(1.0, copies_per_transfer)
+    budget = overhead_ratio * step
+    rarest = max(1.0, sending / blocking) if blocking else inf  # copies per transfer
     every = _interval(
-        max(lost / (overhead_ratio * step), _MARGIN * background / step),
+        max((blocking + sending / rarest) / budget, _MARGIN * background / step),
         None if last is None else last.every,
     )
+    left = budget * every - blocking
     copies_per_transfer = _interval(
-        max(copies_per_transfer, _MARGIN * transfer / (every * step)),
+        max(1.0, min(rarest, sending / left if left > 0.0 else inf)),
         None if last is None else last.send_every // last.every,
     )
+    copies_per_transfer = max(copies_per_transfer, ceil(_MARGIN * transfer / (every * step)))
     return CopyPlan(
         first_step=max(cost.step for cost in costs) + 2 + ceil(lead_seconds / step),
         every=every,
@@ -105,7 +112,7 @@ def _interval(asked: float, last: int | None) -> int:
     """Return a whole number of at least `asked`; the last one while it about fits."""
     if last is not None and _FITTING[0] * last <= asked <= _FITTING[1] * last:
         return last
-    return min(max(1, ceil(asked)), _LONGEST_STEPS)
+    return max(1, ceil(min(asked, _LONGEST_STEPS)))
 
 
 class CopySchedule:
@@ -118,7 +125,6 @@ class CopySchedule:
         self.plan: CopyPlan | None = None
         self.off: str | None = None  # why all ranks stop making copies
         self.has_complete_step = store is None  # all ranks have completed a copy of it
-        self._next: CopyPlan | None = None
         self._store = store
         self._rank = rank
         self._size = world_size
@@ -142,7 +148,7 @@ class CopySchedule:
         self._post_at = 0.0
         self._planned_at: float | None = None  # clock, of the first plan
         self._published: CopyPlan | None = None
-        self._changes = 0  # number of writes to the store that this rank has read
+        self._posts = self._changes = 0  # values of the counters when this rank has read the store
 
     # The training thread
 
@@ -155,8 +161,9 @@ class CopySchedule:
         self._step = step
         if self._first_step is None:
             self._first_step = step - 1
-        if self._next is not None and step >= self._next.first_step:
-            self.plan, self._next = self._next, None
+        published = self._published
+        if published is not None and step >= published.first_step:
+            self.plan = published
         if self.plan is None:
             return _is_first(step - self._first_step)
         return step % self.plan.every == 0
@@ -238,12 +245,16 @@ class CopySchedule:
                 self._adopt(plan_of([cost], self._overhead_ratio, 0.0, self._published))
             return
         if cost is not None and is_due:
-            self._write(store, f"cost/{self._rank}", msgspec.json.encode(cost).decode())
+            store.set(f"cost/{self._rank}", msgspec.json.encode(cost).decode())
+            store.add(_POSTS, 1)
+        if self._rank == 0 and cost is not None:
+            posts = store.add(_POSTS, 0)
+            if posts != self._posts:
+                self._posts = posts
+                self._publish(store, 3 * seconds)
         changes = store.add(_CHANGES, 0)
         if changes != self._changes:
             self._changes = changes
-            if self._rank == 0 and cost is not None:
-                self._publish(store, 3 * seconds)
             self._read(store)
 
     def turn_off(self, reason: str) -> None:
@@ -295,7 +306,7 @@ class CopySchedule:
 
     def _adopt(self, plan: CopyPlan) -> None:
         if plan != self._published:
-            self._published = self._next = plan
+            self._published = plan
             self._planned_at = self._planned_at or monotonic()
 
 
