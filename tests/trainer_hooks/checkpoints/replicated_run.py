@@ -25,11 +25,16 @@ def main(rank: int, world: int, port: int, directory: str, outlier: int, step: i
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     torch.manual_seed(0)
+    earlier = DistributedDataParallel(nn.Linear(4, 4))
+    first = paceline.Checkpoints(f"{directory}/first", every=0, memory=False, model=earlier)
     model = DistributedDataParallel(nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
     state = paceline.Checkpoints(directory, every=0, memory=False, model=model, optimizer=optimizer)
     check = state._replicas
     assert check is not None, "DDP has replicas"
+    assert first._replicas is not None
+    first._replicas._store.set(f"probe/{rank}", "of the first training")
+    assert not check._store.check([f"probe/{rank}"]), "each training has its own keys"
     reported: list[str] = []
     hooks.replicas_differ = reported.append
     for number in paceline.steps(range(STEPS), state=state):

@@ -179,7 +179,7 @@ class Checkpoints:
             self._copies.resumed(None)  # they may contain the damage
             peers.gather(None)  # no rank searches before all are deleted
         hooks.describe_repair(roll_back=True)
-        self._replicas = None if group is None else self._open_replicas(peers)
+        self._replicas = None if group is None else self._open_replicas(f"{run}/{generation}")
         if self._copies is not None:
             requests.before_end(self._end_copies)
             requests.before_end(end_dropped)
@@ -190,8 +190,11 @@ class Checkpoints:
         kept = self._copies, self._replicas, self._position, self._driver
         finalize(self, _drop, *kept).atexit = False
 
-    def _open_replicas(self, peers: RankGroup) -> ReplicaCheck | None:
-        """Begin to compare replicas, if this rank has any and the user has not turned it off."""
+    def _open_replicas(self, training: str) -> ReplicaCheck | None:
+        """Begin to compare replicas, if this rank has any and the user has not turned it off.
+
+        `training`: a name that no other training of this job has in the store.
+        """
         if os.environ.get("PACELINE_REPLICA_CHECK") == "0":
             return None
         modules = [
@@ -204,7 +207,7 @@ class Checkpoints:
             sets = replica_sets(modules)
             if not sets:
                 return None
-            store = store_of_process_group(dist, f"replicas/{self._checkpointer.generation}")
+            store = store_of_process_group(dist, f"replicas/{training}")
             return None if store is None else ReplicaCheck(sets, dist.get_rank(), store)
         except Exception as error:  # training never fails for it
             _log.warning("Replicas are not compared: %s", error)
