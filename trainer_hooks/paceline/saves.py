@@ -67,21 +67,23 @@ class _Entry(NamedTuple):
             return None
         return cls(path, status.st_dev, status.st_ino, status.st_size)
 
-    def is_earlier(self, of: _Entry | None) -> bool:
-        """Return whether the other one is the same, at any path, and did not become smaller."""
-        is_same = of is not None and (of.device, of.inode) == (self.device, self.inode)
-        return is_same and of is not None and of.size >= self.size
+    def is_at(self, path: str) -> bool:
+        """Return whether it has this path now, and did not become smaller."""
+        now = _Entry.at(path)
+        if now is None or (now.device, now.inode) != (self.device, self.inode):
+            return False
+        return now.size >= self.size
 
     def find(self) -> str | None:
         """Return its path of now, if it has one in the same directory."""
-        if self.is_earlier(_Entry.at(self.path)):
+        if self.is_at(self.path):
             return self.path
         try:
             with os.scandir(os.path.dirname(self.path)) as entries:
                 names = [e.path for e in islice(entries, MOST_FILES) if e.inode() == self.inode]
         except OSError:
             return None
-        return next((name for name in names if self.is_earlier(_Entry.at(name))), None)
+        return next(filter(self.is_at, names), None)
 
 
 class _Written(NamedTuple):
@@ -100,12 +102,12 @@ class _Written(NamedTuple):
         found = self.entry.find()
         if found is None and (directory := self.directory.find()) is not None:
             path = os.path.join(directory, os.path.basename(self.entry.path))
-            found = path if self.entry.is_earlier(_Entry.at(path)) else None
+            found = path if self.entry.is_at(path) else None
         return found
 
 
 class Saves:
-    """Reports the checkpoints of one session. The thread that trains calls all methods."""
+    """Reports the checkpoints of one session. The thread that trains calls its public methods."""
 
     def __init__(self, recorder: Recorder, loop: Loop, describe: Callable[[str], None]) -> None:
         """`describe` publishes where the checkpoints are."""
@@ -224,9 +226,8 @@ class Saves:
         if overwritten is None or self._is_intact(overwritten):
             return
         self._complete.pop(overwritten, None)
-        left = [
-            known.step for place, known in list(self._complete.items()) if self._is_intact(place)
-        ]
+        complete = list(self._complete.items())  # an asynchronous save may add one
+        left = [known.step for place, known in complete if self._is_intact(place)]
         self._recorder.checkpoint_saved(max(left, default=0))
 
     def _is_intact(self, path: str) -> bool:

@@ -127,11 +127,11 @@ def restart_reason(progress: ActionProgress, exclude: list[str]) -> str:
     where = ", ".join(parts) or "in place"
     if progress.waits:
         return f"Restart {where} after the script's own next checkpoint: {progress.why}"
-    if progress.planned and progress.saved_step is not None:
-        return f"Checkpoint at step {progress.saved_step} and restart {where}: {progress.why}"
-    if progress.planned and progress.target_step is not None:
-        step = f"step {progress.target_step} or later"
-        return f"Checkpoint at {step} and restart {where}: {progress.why}"
     if progress.planned:
-        return f"Checkpoint and restart {where}: {progress.why}"
+        at = ""
+        if progress.saved_step is not None:
+            at = f" at step {progress.saved_step}"
+        elif progress.target_step is not None:
+            at = f" at step {progress.target_step} or later"
+        return f"Checkpoint{at} and restart {where}: {progress.why}"
     return f"Restart {where}: {progress.why}"

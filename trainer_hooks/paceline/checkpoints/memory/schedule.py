@@ -236,16 +236,16 @@ class CopySchedule:
             seconds = POLL_SECONDS
         self._poll_at = now + seconds
         cost = self._cost()
-        is_due = cost is not None and now >= self._post_at
-        if is_due:
+        due = cost if now >= self._post_at else None
+        if due is not None:
             self._post_at = now + (FIRST_POST_SECONDS if is_first else POST_SECONDS)
         store = self._store
         if store is None:
-            if cost is not None and is_due:
-                self._adopt(plan_of([cost], self._overhead_ratio, 0.0, self._published))
+            if due is not None:
+                self._adopt(plan_of([due], self._overhead_ratio, 0.0, self._published))
             return
-        if cost is not None and is_due:
-            store.set(f"cost/{self._rank}", msgspec.json.encode(cost).decode())
+        if due is not None:
+            store.set(f"cost/{self._rank}", msgspec.json.encode(due).decode())
             store.add(_POSTS, 1)
         if self._rank == 0 and cost is not None:
             posts = store.add(_POSTS, 0)
