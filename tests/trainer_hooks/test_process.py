@@ -370,9 +370,10 @@ with kept:
     )
     assert finished.returncode == 0, finished.stderr
     reader = RingReader(tmp_path / RING)
-    spans = [span for span in unpack(reader.read()) if span.op != Op.GC]
-    assert len(spans) == 1 + 2 * 4 + 1  # startup; wait, forward, section, step; the last section
+    spans = list(unpack(reader.read()))
     assert [span.index for span in spans] == list(range(len(spans)))
+    recorded = [span for span in spans if span.op != Op.GC]  # pauses, on a busy host
+    assert len(recorded) == 1 + 2 * 4 + 1  # startup; wait, forward, section, step; the last section
     view = reader.view()
     assert (view.loss, view.status, view.frames) == (1.0, "finished", [])
 
