@@ -4,13 +4,18 @@ The exit status comes from the kernel if it is available (`collect.exit_status`)
 report of the rank or of torchrun; without a report it is unknown. A SIGTERM that torchrun has not
 reported does not count: torchrun reports the ranks that fail first, and ends the others with it. So
 does Slurm, which reports none, and any launcher may end a rank that has already reported an error.
+
+A rank whose exit status the kernel does not show waits for the report of torchrun, as does one with
+an exit code, because torchrun may report its error, or with a signal that torchrun may have sent or
+received itself. Any other signal is reported without delay, so that ranks that were killed at once
+are reported at once.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM
 
 from msgspec.structs import replace
 
@@ -24,6 +29,7 @@ from paceline_wire.metadata import SLURM_JOB
 from paceline_wire.ring import RingReader
 
 STATUS_SECONDS = 1.0  # torchrun finds the end of a rank ten times a second
+_OF_LAUNCHERS = frozenset({SIGTERM, SIGINT, SIGHUP})  # on which torchrun ends its ranks
 UNREAPED_SECONDS = 10.0  # until a torchrun that has not found it has other ends to wait for
 
 
@@ -56,7 +62,10 @@ class RankEnd:
         now = time.monotonic()
         if self._gone_since is None:
             self._gone_since, self._gone_ns = now, timeline_ns()
-        is_late = self._status.is_unreaped and self._status.read() in (None, -SIGTERM)
+        code = self._status.read()
+        if code is not None and code < 0 and -code not in _OF_LAUNCHERS:
+            return False
+        is_late = self._status.is_unreaped and code in (None, -SIGTERM)
         return now < self._gone_since + (UNREAPED_SECONDS if is_late else STATUS_SECONDS)
 
     def event(self, has_finished: bool) -> RankExited:

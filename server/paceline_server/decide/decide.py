@@ -33,6 +33,8 @@ _GONE_NS = 86_400 * NANOSECONDS
 # The cause of exits without a known code is found once all nodes had time to report theirs. A node
 # that stops sending with them is lost after the node lease (5 s).
 _EXPLAINED_NS = 8 * NANOSECONDS
+# Agents report the ends of ranks up to a second apart: a finding about the first may be corrected.
+_CORRECTED_NS = NANOSECONDS
 
 
 def decide(
@@ -141,14 +143,15 @@ def _end_if_vanished(draft: Draft) -> None:
 
 
 def _is_being_explained(draft: Draft) -> bool:
-    """Return whether the cause of the ranks' exits may still be found.
+    """Return whether the cause of the ranks' exits may still be found or corrected.
 
     The job stays open meanwhile, because detection ends with it.
     """
     ended_ns = draft.view.ended_received_ns
-    if ended_ns is None or abs(draft.now_ns - ended_ns) > _EXPLAINED_NS:
+    if ended_ns is None:
         return False
-    return all(incident.finding.kind != FAILURE.name for incident in draft.incidents())
+    is_found = any(incident.finding.kind == FAILURE.name for incident in draft.incidents())
+    return abs(draft.now_ns - ended_ns) <= (_CORRECTED_NS if is_found else _EXPLAINED_NS)
 
 
 def _end_if_dead(draft: Draft) -> None:

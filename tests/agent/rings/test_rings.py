@@ -380,6 +380,15 @@ def test_a_sigterm_that_torchrun_does_not_report_is_its_own(
     assert (exited.exit_code, exited.signal) == expected
 
 
+def test_a_rank_that_was_killed_is_reported_without_waiting_for_torchrun(bench: Bench) -> None:
+    """Its launcher finds only the first of ranks that are killed at once."""
+    with rank_process(bench, "os.kill(os.getpid(), 9)", "torchrun") as process:
+        end_unreaped(process)
+        exited = bench.poll()[0][-1]
+    assert isinstance(exited, RankExited)
+    assert exited.signal == signal.SIGKILL
+
+
 def test_a_rank_that_a_signal_ended_in_good_order_is_reported_with_the_signal(
     bench: Bench,
 ) -> None:

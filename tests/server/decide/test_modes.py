@@ -52,6 +52,21 @@ def test_the_end_of_a_job_waits_for_its_cause_but_not_forever(
     assert world.state == "failed"
 
 
+def test_the_end_of_a_job_waits_for_a_correction_of_its_cause(world: World) -> None:
+    """The last exits may show that all ranks were killed, and not only the first one."""
+    world.policy = Policy(mode="observe")
+    world.detects = False
+    world.run(1.0, (world.finding(kind="failure", severity="critical", ranks=[0]),))
+    world.ranks = [replace(rank, state="exited") for rank in world.ranks]
+    world.ended_received_ns = world.now_ns
+    world.run(0.9)
+    assert world.state == "running"
+    everybody = world.finding(kind="failure", severity="critical", ranks=[*range(8)])
+    world.run(0.5, (everybody,))
+    assert world.state == "failed"
+    assert [len(one.finding.ranks) for one in world.open_incidents()] == [8]
+
+
 def test_observe_calls_a_job_failed_when_its_nodes_are_gone_for_good(world: World) -> None:
     world.policy = Policy(mode="observe")
     lost = [node for node in world.nodes if node in world.started_on(1)]

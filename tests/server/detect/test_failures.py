@@ -225,6 +225,16 @@ def test_nobody_is_blamed_when_launchers_know_the_signal_of_one_rank_per_node(jo
     assert found.summary == "All 8 ranks were killed by SIGKILL at once."
 
 
+def test_a_report_of_one_killed_rank_is_corrected_when_the_others_are_known_to_be_killed(job):
+    killed_ns = job.now_ns
+    job.exit(5, signal=9, at_ns=killed_ns)
+    assert [found.rank for found in tick(job, 1.0)] == [5]
+    for rank in {*job.ranks} - {5}:
+        job.exit(rank, signal=9, at_ns=killed_ns - 10**7)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node, found.ranks) == (None, None, [*job.ranks])
+
+
 def test_ranks_that_lost_a_connection_while_all_were_killed_change_nothing(job):
     for rank in (0, 2, 4, 6):
         job.exit(rank, signal=15)

@@ -82,6 +82,18 @@ def test_the_exit_codes_of_a_failed_rank_and_of_one_that_finished_are_written(
     assert endings == [Ending(0), Ending(3), None]
 
 
+def test_a_rank_that_was_killed_while_torchrun_ended_the_others_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when all ranks are killed at once, and torchrun finds one of them first."""
+    ready = f"touch {tmp_path}/$RANK.ready; while :; do sleep 0.05; done"
+    fails = f"while [ ! -e {tmp_path}/1.ready -o ! -e {tmp_path}/2.ready ]; do sleep 0.05; done"
+    scripts = [f"{fails}; kill -9 $$", f"trap 'kill -9 $$' TERM; {ready}", ready]
+    endings = run(scripts, tmp_path, monkeypatch)
+    killed = Ending(None, signal.SIGKILL)
+    assert endings == [killed, killed, None], "torchrun itself sends SIGTERM"
+
+
 def test_how_ranks_ended_that_a_signal_to_torchrun_ended_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

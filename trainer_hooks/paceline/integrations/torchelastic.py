@@ -8,6 +8,8 @@ end the others, and hands them to the agent: with the traceback that `@record` w
 rank's hooks reported one themselves. The exit code 0 of a rank is handed over while torchrun still
 waits for the others: after `os._exit(0)` its hooks saw no end. If a signal asks torchrun to end, it
 ends all ranks and starts none again: they are reported with that signal, whatever they do on it.
+Ranks may be killed together, and torchrun sees one of them first: the signals that ended the others
+and that torchrun does not send are reported once all have ended.
 
 A rank that ends before it records, such as by an error of an import, has no ring. If a rank fails,
 the adapter writes the rings that are missing once all have ended: the job is shown. The ring of a
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -47,6 +50,7 @@ from paceline_wire.ring import (
 )
 
 RESERVED_AFTER_SECONDS = 10.0  # most ranks record by then
+_TORCHRUN_KILLS_SECONDS = 30.0  # after its SIGTERM; the default of torch's `PContext.close`
 
 
 def attach(module: ModuleType) -> None:
@@ -73,6 +77,7 @@ def _reporting(close_all: Callable[..., Any]) -> Callable[..., Any]:
             report_terminated(self, number)
         result = close_all(self, *args, **options)
         ends.report_unrecorded()
+        ends.report_killed()
         if number is not None:
             report_terminated(self, number)
         return result
@@ -208,6 +213,7 @@ class RankEnds:
 
     def __init__(self, context: Any) -> None:
         self._context = context
+        self._since = time.monotonic()
         self._failures = dict(getattr(context, "_failures", {}))  # `ProcessFailure`, by local rank
         self._unrecorded: dict[int, RankEnvironment] = {}
 
@@ -222,6 +228,20 @@ class RankEnds:
                 if _is_reserved(rank):
                     set_status(rank.ring_path, Status.FAILED)
                 write_ending(rank.ring_path, _ending_of_failure(self._failures[local_rank]))
+
+    @never_raises
+    def report_killed(self) -> None:
+        """Write the signals that ended other ranks since, but not those that torchrun sends.
+
+        It sends SIGTERM, and SIGKILL to those that have not ended in 30 s.
+        """
+        was_quick = time.monotonic() < self._since + _TORCHRUN_KILLS_SECONDS
+        of_torchrun = {signal.SIGTERM} if was_quick else {signal.SIGTERM, signal.SIGKILL}
+        for local_rank, status in _return_codes(self._context).items():
+            if local_rank in self._failures or status is None or status >= 0:
+                continue
+            if -status not in of_torchrun:
+                _write_ending(self._context, local_rank, _ending(status))
 
     @never_raises
     def report_unrecorded(self) -> None:
