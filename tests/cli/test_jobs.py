@@ -62,6 +62,17 @@ def test_an_unknown_mfu_has_its_reason(capsys: pytest.CaptureFixture[str]) -> No
     assert not capsys.readouterr().out
 
 
+def test_a_requested_restart_that_cannot_begin_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_POLL_SECONDS", 0.0)
+    action = {"id": "act-1", "state": "approved", "reason": "", "error": None}
+    polls = iter([action, action | {"state": "failed", "error": "The script cannot save."}])
+    monkeypatch.setattr(jobs.Client, "post", lambda *_: action)
+    monkeypatch.setattr(jobs.Client, "get", lambda *_: next(polls))
+    result = CliRunner().invoke(main, ["jobs", "restart", "job-1"])
+    assert result.exit_code == 1
+    assert result.output == "Error: act-1 failed: The script cannot save.\n"
+
+
 def test_an_export_replaces_no_file_whose_name_was_not_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

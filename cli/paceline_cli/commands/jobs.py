@@ -1,4 +1,4 @@
-"""`paceline jobs`: list, show, stop and export jobs."""
+"""`paceline jobs`: list, show, restart, stop and export jobs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from paceline_cli.trace import fetch_trace
 
 # py-spy takes up to 5 s on a busy machine; PyTorch polls its pipe once a second.
 ANSWER_SECONDS = 10.0
+_POLL_SECONDS = 0.2
 LEDGER_PARTS = (
     "compute",
     "communication",
@@ -62,11 +63,12 @@ timeout_option = click.option(
 @json_option
 @click.pass_context
 def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> None:
-    """List jobs, or show or stop one.
+    """List jobs, or show, restart or stop one.
 
     \b
     paceline jobs                 all jobs, newest first
     paceline jobs show JOB        verdict, ranks, and how the time was spent
+    paceline jobs restart JOB     save a checkpoint and restart it
     paceline jobs stop JOB        stop its ranks and end it
     paceline jobs stacks JOB      Python stacks of its ranks
     paceline jobs flight-recorder JOB
@@ -250,6 +252,67 @@ def show_efficiency(found: dict[str, Any] | None) -> None:
 
 @jobs.command()
 @click.argument("job", type=ResourceId())
+@click.option(
+    "--exclude",
+    "nodes",
+    type=ResourceId(),
+    multiple=True,
+    metavar="NODE",
+    help="Not on this node again, which is quarantined; may be repeated.",
+)
+@click.option(
+    "--now",
+    is_flag=True,
+    help="Without a checkpoint first: the steps since the newest one are repeated.",
+)
+@click.option("--comment", default="", help="Why, for those who read about it later.")
+@click.option(
+    "--timeout",
+    type=Seconds(min=0),
+    default=ANSWER_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait until it begins.",
+)
+@json_option
+@click.pass_context
+def restart(
+    ctx: click.Context,
+    job: str,
+    nodes: tuple[str, ...],
+    now: bool,
+    comment: str,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Save a checkpoint and restart a job, through the launcher that owns it.
+
+    It is carried out in every mode of the policy, and at once.
+
+    \b
+    paceline jobs restart JOB
+    paceline jobs restart JOB --exclude node-3 --comment "its NIC flaps"
+    """
+    client: Client = ctx.obj
+    body = {"exclude_nodes": list(nodes), "checkpoint": not now, "comment": comment}
+    found = client.post(f"/jobs/{job}/restart", body)
+    deadline = time.monotonic() + timeout
+    while found["state"] == "approved" and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        found = client.get(f"/actions/{found['id']}")
+    if as_json:
+        render.show_json(found)
+    elif found["state"] in ("approved", "running", "done"):
+        render.show_line(found["reason"])
+        click.echo(f"{found['id']} is {found['state']}")
+        follow = f"paceline actions show {found['id']}{server_option(ctx, client)}"
+        render.show_next({follow: "how far it is"})
+    if found["state"] in ("failed", "superseded"):
+        raise click.ClickException(f"{found['id']} {found['state']}: {found['error']}")
+
+
+@jobs.command()
+@click.argument("job", type=ResourceId())
 @json_option
 @click.pass_obj
 def stop(client: Client, job: str, as_json: bool) -> None:
@@ -306,7 +369,7 @@ def _running(client: Client, job: str) -> tuple[int, ...]:
 
 def _await_stacks(client: Client, path: str, deadline: float) -> Any:
     while (answer := client.get(path))["state"] == "asked" and time.monotonic() < deadline:
-        time.sleep(0.2)
+        time.sleep(_POLL_SECONDS)
     return answer
 
 
@@ -330,7 +393,7 @@ def flight_recorder(client: Client, job: str, timeout: float, as_json: bool) -> 
         new = [one for one in found["dumps"] if one["received_at"] != before.get(one["rank"])]
         if len(new) >= len(alive) or time.monotonic() > deadline:
             break
-        time.sleep(0.2)
+        time.sleep(_POLL_SECONDS)
     if as_json:
         render.show_json(found)
     else:

@@ -14,7 +14,12 @@ from paceline_demo.training import stop_jobs
 from paceline_evaluation.repair import ettr, faults, noise, torchrun
 from paceline_evaluation.repair.cluster import Database, RepairCluster, why_missing
 from paceline_evaluation.repair.schedule import PlannedTrial, draw, groups
-from paceline_evaluation.repair.trainings import StepLog, Training, available_trainings
+from paceline_evaluation.repair.trainings import (
+    LoggedStep,
+    StepLog,
+    Training,
+    available_trainings,
+)
 from paceline_evaluation.repair.trial import (
     NOT_PLAYED,
     FinalState,
@@ -118,9 +123,17 @@ class RepairArm:
         with_disk = replace(training, checkpoint_steps=ettr.TORCHRUN_CHECKPOINT_STEPS)
         with_memory = replace(training, checkpoint_steps=0)
 
-        def measure(launcher: str, log: StepLog, training: Training) -> None:
+        def measure(
+            launcher: str, log: StepLog, training: Training, earlier: Sequence[LoggedStep] = ()
+        ) -> None:
             found = ettr.measure(
-                launcher, training.name, log, self.count, self.seed, training.checkpoint_steps
+                launcher,
+                training.name,
+                log,
+                self.count,
+                self.seed,
+                training.checkpoint_steps,
+                earlier,
             )
             if found is not None:
                 results.append(found)
@@ -129,7 +142,12 @@ class RepairArm:
 
         done = {one.launcher for one in results}
         report(self.count * len(done), "")
+        undisturbed: list[LoggedStep] = []
         if "Paceline" not in done:
+            with torchrun.jobs() as make:
+                job = make(with_disk)
+                if job.make_steady():
+                    undisturbed = ettr.train_undisturbed(job.log)
             cluster = RepairCluster(self._usual)
             with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
                 cluster.yield_processors()
@@ -142,7 +160,8 @@ class RepairArm:
             with torchrun.jobs() as make:
                 job = make(with_disk)
                 if job.make_steady():
-                    measure("torchrun", job.log, with_disk)
+                    ettr.train_undisturbed(job.log)
+                    measure("torchrun", job.log, with_disk, undisturbed)
             report(self.count, "")
 
     def _play_all(

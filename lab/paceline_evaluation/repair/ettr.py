@@ -4,7 +4,9 @@ A job is hit by faults at random times with a mean of 60 s between them. *Measur
 its new steps take when nothing fails, over the time that has passed. What a step takes when nothing
 fails is the mean of those that begin `UNDISTURBED_SECONDS` after the first one of new processes,
 and not just after a checkpoint on disk; of two launchers, the smaller mean counts for both, so that
-what one of them costs in each step is lost time. *Optimum* is the formula of Kokolis et al.
+what one of them costs in each step is lost time. A machine may be some percent faster or slower for
+minutes: the job of torchrun also trains for `STRETCH_SECONDS` without faults, before the job of
+Paceline and after it. *Optimum* is the formula of Kokolis et al.
 ("Revisiting Reliability in Large-Scale Machine Learning Research Clusters", 2024),
 
     E[ETTR] = (1 - (u + t / 2) / M) / (1 + w / t),
@@ -34,6 +36,7 @@ from paceline_evaluation.repair.trainings import WORLD, LoggedStep, StepLog
 
 MTTF_SECONDS = 60.0
 UNDISTURBED_SECONDS = 10.0
+STRETCH_SECONDS = 90.0
 AFTER_CHECKPOINT_STEPS = 5  # whose time is not that of an undisturbed step
 # sqrt(2 w M) - w is 3.5 s, or 45 steps of 80 ms: w, what a checkpoint costs, is 0.11 s.
 TORCHRUN_CHECKPOINT_STEPS = 45
@@ -65,11 +68,20 @@ class Ettr:
 
 
 def measure(
-    launcher: str, trainer: str, log: StepLog, faults: int, seed: int, checkpoint_steps: int = 0
+    launcher: str,
+    trainer: str,
+    log: StepLog,
+    faults: int,
+    seed: int,
+    checkpoint_steps: int = 0,
+    earlier: Sequence[LoggedStep] = (),
 ) -> Ettr | None:
     """Kill ranks of a steady job at random times, until it does not recover from one.
 
     Return None if the job had no undisturbed step.
+
+    Args:
+        earlier: steps of the same training under the same launcher, without faults.
     """
     chance = random.Random(f"{seed} ettr")
     begun, first = time.monotonic(), log.newest()
@@ -95,13 +107,19 @@ def measure(
         assert again is not None, "all ranks have finished a step"
         downtimes.append(again.at_seconds - injected)
     seconds = time.monotonic() - begun
-    step_seconds = undisturbed_step_seconds(log.read()[0], checkpoint_steps)
+    step_seconds = undisturbed_step_seconds([*earlier, *log.read()[0]], checkpoint_steps)
     if step_seconds is None:
         return None
     new_steps = log.newest() - first
     done = sum(step.at_seconds >= begun for step in log.read()[0])
     found = result(launcher, trainer, seconds, new_steps, done - new_steps, step_seconds, downtimes)
     return replace(found, recovered=recovered)
+
+
+def train_undisturbed(log: StepLog) -> list[LoggedStep]:
+    """Let a steady job train for a stretch. Return the steps of rank 0."""
+    time.sleep(UNDISTURBED_SECONDS + STRETCH_SECONDS)
+    return list(log.read()[0])
 
 
 def undisturbed_step_seconds(

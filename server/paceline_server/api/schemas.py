@@ -642,6 +642,20 @@ class ActionDecision(Resource):
     comment: str = ""
 
 
+class RestartRequest(Resource):
+    """Body of a restart request."""
+
+    exclude_nodes: list[str] = Field(
+        default=[], max_length=1000, description="Nodes that it must not use again; quarantined."
+    )
+    checkpoint: bool = Field(
+        default=True,
+        description="Save a checkpoint first. With false, the ranks are stopped at once, and the "
+        "steps since the newest checkpoint are repeated.",
+    )
+    comment: str = Field(default="", max_length=1000, description="Why; shown with the action.")
+
+
 class BurstRequest(Resource):
     """Body of a burst request: which collectors (none: all), and for how long."""
 

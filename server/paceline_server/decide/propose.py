@@ -1,7 +1,8 @@
 """Begin the actions that people requested, then those that the incidents need.
 
 Mode `observe` only opens incidents, `dry-run` records what it would have done, `approve` waits
-for a person, `auto` acts. A start or a stop that a person requested is carried out in every mode.
+for a person, `auto` acts. A start, restart or stop that a person requested is carried out in every
+mode.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from paceline_server.decide.remedies import (
     remedy_for_failed_start,
     urgency,
 )
+from paceline_server.decide.request import prepare
 from paceline_server.decide.restart.advance import begin_restart, begin_start
 from paceline_server.decide.restart.launch import (
     end_as_over,
@@ -83,6 +85,7 @@ def propose(draft: Draft) -> None:
     else:
         _end_outdated_proposals(draft)
         _update_proposals(draft)
+        _prepare_requests(draft)
         _run_approved(draft)
         _restart_after_failed_start(draft)
         _propose_what_was_called_off(draft)
@@ -237,6 +240,20 @@ def _with_figures(draft: Draft, action: ActionView, progress: ActionProgress) ->
         worth=worth,
         parameters=to_builtins(progress),
     )
+
+
+def _prepare_requests(draft: Draft) -> None:
+    """Complete the restarts that people requested, and ask the launchers of their jobs."""
+    for action in draft.actions("approved"):
+        if not progress_of(action).is_request or _running(draft) is not None:
+            continue
+        progress = prepare(draft, action)
+        if isinstance(progress, str):
+            draft.end_action(action, "failed", error=progress)
+            continue
+        action = draft.put_action(_with_figures(draft, action, progress))
+        if draft.view.launch is not None:
+            request_launch(draft, action, "check")
 
 
 def _run_approved(draft: Draft) -> None:

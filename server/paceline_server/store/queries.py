@@ -11,6 +11,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 from paceline_server.decide.types import FailureHistory
 from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.kinds import FAILURE, HANG
+from paceline_server.engine.types import Launch
 from paceline_server.store.log import FINISHED
 from paceline_server.store.models import (
     ActionRow,
@@ -51,6 +52,15 @@ def earlier_runs(session: Session, job: JobRow, limit: int) -> Sequence[JobRow]:
     row = JobRow
     query = select(row).where(row.name == job.name, row.created_ns < job.created_ns)
     return session.scalars(query.order_by(row.created_ns.desc()).limit(limit)).all()
+
+
+def usable_launch(session: Session, job: JobRow) -> Launch | None:
+    """Return the launcher that the server repairs the job through; None if it only observes it, or
+    starts its ranks itself."""
+    if not job.watched or job.policy.mode == "observe":
+        return None
+    generation = session.get(GenerationRow, (job.id, job.generation))
+    return None if generation is None else generation.placement.launch
 
 
 def failure_history(session: Session, since_ns: int) -> FailureHistory:

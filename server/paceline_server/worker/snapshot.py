@@ -28,7 +28,7 @@ from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store import attachments, launches, models
 from paceline_server.store.log import read_log_part
-from paceline_server.store.queries import failure_history
+from paceline_server.store.queries import failure_history, usable_launch
 from paceline_server.worker.acknowledgements import genuine_acknowledgements
 from paceline_wire import batch as wire
 from paceline_wire.batch import AgentHello, Batch
@@ -145,17 +145,9 @@ def load_snapshot(
         command_results=results,
         command_errors=errors,
         fleet=None if fleet_since_ns is None else failure_history(session, fleet_since_ns),
-        launch=_launch(session, job),
+        launch=usable_launch(session, job),
         launch_results=launches.results(session, action_ids) if job.watched else {},
     )
-
-
-def _launch(session: Session, job: models.JobRow) -> Launch | None:
-    """Return the launcher that the server repairs the job through; None if it only observes it."""
-    if not job.watched or job.policy.mode == "observe":
-        return None
-    generation = session.get(models.GenerationRow, (job.id, job.generation))
-    return None if generation is None else generation.placement.launch
 
 
 def _columns(job: models.JobRow) -> JobColumns:

@@ -42,6 +42,20 @@ def client(server: Any) -> Any:
     return server.client
 
 
+def node(agent_id: str, **columns: Any) -> NodeRow:
+    return NodeRow(
+        agent_id=agent_id,
+        boot_id="boot",
+        sequence=0,
+        packed_ns=NOW,
+        last_seen_ns=time.time_ns(),
+        hello=hello(),
+        readings={},
+        dropped_batches=0,
+        **columns,
+    )
+
+
 def put(server: Any, *rows: Any) -> None:
     with server.program.database.write() as session:
         session.add_all(rows)
@@ -135,6 +149,8 @@ ERRORS: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/api/v1/nodes/a%00b/burst", {}, 404, "no node"),
     ("POST", "/api/v1/jobs/nope/stop", None, 404, "no job"),
     ("POST", "/api/v1/jobs/a%00b/stop", None, 404, "no job"),
+    ("POST", "/api/v1/jobs/nope/restart", None, 404, "no job"),
+    ("POST", "/api/v1/jobs/nope/restart", {"exclude_nodes": "node-1"}, 422, "exclude_nodes"),
     ("GET", "/api/v1/events?job=nope", None, 404, "no job"),
     ("GET", "/api/v1/jobs?cursor=%21%21", None, 400, "next_cursor"),
     ("GET", "/api/v1/jobs?cursor=bm8", None, 400, "next_cursor"),
@@ -494,6 +510,56 @@ def test_the_verdict_does_not_compare_a_rank_with_itself(server: Any, client: ht
     assert text == "No problem found; 0.50 s per step."
 
 
+@pytest.mark.any_database
+def test_a_restart_that_a_person_requests_is_an_approved_action(
+    server: Any, client: httpx.Client
+) -> None:
+    job_id = post_job(server.url)
+    path = f"/api/v1/jobs/{job_id}/restart"
+    waits = client.post(path)
+    assert waits.status_code == 409
+    assert "waits for nodes" in waits.json()["detail"]
+    put(server, node("node-2"))
+    with server.program.database.write() as session:
+        session.get_one(JobRow, job_id).state = "running"
+    unknown = client.post(path, json={"exclude_nodes": ["node-9", "a\0b"]})
+    assert (unknown.status_code, "node-9" in unknown.text) == (422, True)
+    body = {"exclude_nodes": ["node-2", "node-2"], "comment": "its NIC flaps"}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 202
+    found = answer.json()
+    assert (found["kind"], found["state"], found["exclude_nodes"]) == (
+        "restart",
+        "approved",
+        ["node-2"],
+    )
+    assert found["reason"].startswith("Checkpoint and restart without node-2: requested by ")
+    assert found["reason"].endswith(": its NIC flaps.")
+    again = client.post(path, json=body)
+    assert again.status_code == 409
+    assert found["id"] in again.json()["detail"]
+    verbs = [one["verb"] for one in client.get(f"/api/v1/audit?job={job_id}").json()["items"]]
+    assert verbs[0] == "requested"
+
+
+@pytest.mark.any_database
+def test_only_a_running_job_of_a_known_launcher_is_restarted_on_request(
+    server: Any, client: httpx.Client
+) -> None:
+    job_id = post_job(server.url)
+    path = f"/api/v1/jobs/{job_id}/restart"
+    for state, watched, why in (
+        ("finished", False, "is finished"),
+        ("running", True, "restart it where it was started"),
+    ):
+        with server.program.database.write() as session:
+            job = session.get_one(JobRow, job_id)
+            job.state, job.watched = state, watched
+        refused = client.post(path)
+        assert refused.status_code == 409
+        assert why in refused.json()["detail"]
+
+
 def test_action_is_decided_once(server: Any, client: httpx.Client) -> None:
     job_id = post_job(server.url)
     put(server, action(job_id))
@@ -536,18 +602,7 @@ def test_a_restart_that_waits_for_a_checkpoint_can_be_rejected(
 
 
 def test_a_quarantined_node_is_released(server: Any, client: httpx.Client) -> None:
-    node = NodeRow(
-        agent_id="node-1",
-        boot_id="boot",
-        sequence=0,
-        packed_ns=NOW,
-        last_seen_ns=time.time_ns(),
-        hello=hello(),
-        readings={},
-        dropped_batches=0,
-        quarantine_reason="throttles",
-    )
-    put(server, node)
+    put(server, node("node-1", quarantine_reason="throttles"))
     (shown,) = client.get("/api/v1/nodes").json()["items"]
     assert (shown["state"], shown["reason"]) == ("quarantined", "throttles")
     assert client.post("/api/v1/nodes/node-1/release").json()["state"] == "ready"

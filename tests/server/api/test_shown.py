@@ -94,6 +94,16 @@ def test_each_command_leads_to_the_next_and_speaks_json(troubled: Recorded) -> N
     assert output_of("jobs", "stop", JOB)["verdict"]["text"] == SUMMARY
 
 
+def test_a_restart_is_requested_once(recorded: Recorded) -> None:
+    restart = ("jobs", "restart", JOB, "--comment", "its NIC flaps", "--timeout", "0")
+    reason, state, *following = lines(recorded, *restart)
+    assert reason.startswith("Checkpoint and restart in place: requested by ")
+    assert state.endswith(" is approved")
+    assert f"paceline actions show {state.split()[0]} " in following[-1]
+    assert "Wait until it is done." in refusal(recorded, *restart)
+    assert "no node node-9" in refusal(recorded, *restart, "--exclude", "node-9")
+
+
 def test_missing_resources_are_reported(recorded: Recorded) -> None:
     shown = lines(recorded, "jobs", "show", JOB)
     assert not any("None" in line for line in shown)  # no step has finished
@@ -103,6 +113,7 @@ def test_missing_resources_are_reported(recorded: Recorded) -> None:
     for words, lister in (
         ("jobs show nope", "jobs"),
         ("jobs stop nope", "jobs"),
+        ("jobs restart nope", "jobs"),
         ("incidents --job nope", "jobs"),
         ("actions --job nope", "jobs"),
         ("incidents show nope", "incidents"),

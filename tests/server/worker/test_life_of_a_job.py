@@ -69,6 +69,25 @@ def check_recovery(server: Any, incident: dict[str, Any]) -> None:
 
 
 @pytest.mark.any_database
+def test_a_person_has_a_job_restarted_without_a_node(
+    server: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
+) -> None:
+    job_id = post_job(server.url, policy={"mode": "observe"})
+    wait_for(lambda: (get(server, f"/jobs/{job_id}")["step"] or 0) >= 5, "steps")
+    left = get(server, f"/jobs/{job_id}/ranks")["items"][1]["node"]
+    body = {"exclude_nodes": [left], "checkpoint": False}
+    answer = server.client.post(f"/api/v1/jobs/{job_id}/restart", json=body)
+    action = f"/actions/{answer.raise_for_status().json()['id']}"
+    wait_for(lambda: get(server, action)["state"] == "done", "the restart")
+    job = get(server, f"/jobs/{job_id}")
+    assert (job["state"], job["generation"]) == ("running", 2)
+    assert left not in {rank["node"] for rank in get(server, f"/jobs/{job_id}/ranks")["items"]}
+    state = {one["id"]: (one["state"], one["reason"]) for one in get(server, "/nodes")["items"]}
+    assert state[left][0] == "quarantined"
+    assert state[left][1].startswith("requested by ")
+
+
+@pytest.mark.any_database
 def test_commands_are_carried_out_once(
     server: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
 ) -> None:

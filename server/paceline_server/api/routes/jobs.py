@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from paceline_server.api import problems, resources, schemas
-from paceline_server.api.auth import Operator, viewer
+from paceline_server.api.auth import Operator, check_approver, viewer
 from paceline_server.api.dependencies import (
     AfterDep,
     Bounds,
@@ -24,6 +24,7 @@ from paceline_server.api.dependencies import (
 )
 from paceline_server.api.paging import number, position, time_cursor
 from paceline_server.api.problems import ProblemError, not_found
+from paceline_server.decide.request import requested_restart
 from paceline_server.decide.types import AuditEntry, JobSpec
 from paceline_server.policy import Policy, PolicyError, parse_policy
 from paceline_server.steps.types import Ledger
@@ -221,6 +222,92 @@ def stop_job(job_id: str, parts: PartsDep, caller: Operator) -> schemas.Job:
     parts.signals.work.notify()
     parts.signals.changes.notify()
     return stopped
+
+
+@router.post(
+    "/{job_id}/restart",
+    status_code=202,
+    response_model=schemas.Action,
+    responses={**_ONE, **problems.responses(409)},
+)
+def restart_job(
+    job_id: str, parts: PartsDep, caller: Operator, body: schemas.RestartRequest | None = None
+) -> schemas.Action:
+    """Restart the job from a checkpoint, through the launcher that owns it.
+
+    Returns the action, whose state and phases show how far it is.
+    """
+    body = body or schemas.RestartRequest()
+    now_ns = parts.now_ns()
+    with parts.database.write() as session:
+        job = find(session, job_id)
+        check_approver(caller, job.policy)
+        _check_can_restart(session, job, body)
+        view = requested_restart(
+            f"act-{secrets.token_hex(4)}",
+            generation=job.generation,
+            created_ns=now_ns,
+            by=caller.name,
+            comment=body.comment.replace("\0", ""),
+            exclude=body.exclude_nodes,
+            saves=body.checkpoint,
+        )
+        row = models.ActionRow(
+            id=view.action_id,
+            job_id=job_id,
+            incident_id=None,
+            kind=view.kind,
+            state=view.state,
+            restart_of=None,
+            created_ns=now_ns,
+            version=1,
+            noticed=False,
+            view=view,
+        )
+        session.add(row)
+        entry = AuditEntry(
+            actor=caller.name, verb="requested", subject=view.action_id, detail=view.reason
+        )
+        audit.record(session, job_id, entry, now_ns)
+        session.flush()
+        record_change(session, job_id, "action", view.action_id)
+        requested = resources.action(row)
+    parts.signals.work.notify()
+    parts.signals.changes.notify()
+    return requested
+
+
+def _check_can_restart(session: Session, job: models.JobRow, body: schemas.RestartRequest) -> None:
+    """Raise ProblemError if the job cannot be restarted now, or a node is not known."""
+    if job.state in FINISHED or job.stop_requested:
+        state = job.state if job.state in FINISHED else "being stopped"
+        raise ProblemError(409, f"The job is {state}: a new one can be started with its command.")
+    if job.state == "pending":
+        raise ProblemError(409, "The job has not started: it waits for nodes with free slots.")
+    if job.watched and queries.usable_launch(session, job) is None:
+        raise ProblemError(
+            409,
+            "This is an external job that Paceline only observes: restart it where it was started, "
+            "or let Paceline repair it through its launcher (docs/repair.md).",
+        )
+    asked = {name for name in body.exclude_nodes if "\0" not in name}
+    known = session.scalars(
+        select(models.NodeRow.agent_id).where(models.NodeRow.agent_id.in_(asked))
+    ).all()
+    if unknown := sorted(set(body.exclude_nodes).difference(known)):
+        raise ProblemError(422, f"exclude_nodes: no node {', '.join(unknown)}.")
+    under_way = session.scalar(
+        select(models.ActionRow)
+        .where(models.ActionRow.job_id == job.id)
+        .where(models.ActionRow.state.in_(("approved", "running")))
+        .limit(1)
+    )
+    if under_way is not None:
+        raise ProblemError(
+            409,
+            f"Another action is {under_way.state}: {under_way.id} ({under_way.kind}). "
+            "Wait until it is done.",
+        )
 
 
 @router.get(
