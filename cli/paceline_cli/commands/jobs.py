@@ -258,7 +258,7 @@ def show_efficiency(found: dict[str, Any] | None) -> None:
     type=ResourceId(),
     multiple=True,
     metavar="NODE",
-    help="Not on this node again, which is quarantined; may be repeated.",
+    help="Not on this node, which becomes quarantined; may be repeated.",
 )
 @click.option(
     "--now",
@@ -287,7 +287,8 @@ def restart(
 ) -> None:
     """Save a checkpoint and restart a job, through the launcher that owns it.
 
-    It is carried out in every mode of the policy, and at once.
+    It is carried out in every mode of the policy. If the script cannot save on
+    command, it waits for the script's own next checkpoint.
 
     \b
     paceline jobs restart JOB

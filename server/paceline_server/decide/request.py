@@ -20,8 +20,8 @@ from paceline_server.decide.types import ActionView
 from paceline_server.decide.wording import join_names
 
 _CANNOT_SAVE = (
-    "The script cannot save a checkpoint on command, and is not known to save by itself. Without "
-    "a checkpoint, the steps since its newest one are repeated: request that explicitly."
+    "The script cannot save a checkpoint on command, and is not known to save by itself; it was "
+    "not stopped. Without a checkpoint first (`--now`), the steps since its newest one are repeated."
 )
 _MAY_NOT_RESUME = (
     "The script is not known to resume from its checkpoints (policy `resumes`); if it does not, "
@@ -70,7 +70,8 @@ def prepare(draft: Draft, action: ActionView) -> ActionProgress | str:
     if draft.view.launch is None and action.exclude_nodes:
         nodes = usable_nodes(draft, set(action.exclude_nodes))
         if place(draft.view.spec.topology, nodes, draft.ranks) is None:
-            return f"The job does not fit on the nodes without {join_names(action.exclude_nodes)}."
+            without = join_names(action.exclude_nodes)
+            return f"The job does not fit on the nodes without {without}; it was not stopped."
     if not progress.planned or has_stopped(draft):
         return replace(progress, planned=False)  # a job that does not train cannot save
     if draft.view.can_checkpoint is True:

@@ -233,8 +233,9 @@ def test_a_job_that_does_not_recover_has_an_ettr_with_that_downtime(
         (tmp_path / f"steps.{rank}").write_text("".join(lines))
     monkeypatch.setattr(ettr, "MTTF_SECONDS", 0.01)
     monkeypatch.setattr(ettr, "_RECOVERY_SECONDS", 0.5)
+    earlier = [LoggedStep(1, step, step * 0.2) for step in range(450)]  # 399 of them count
     try:
-        found = ettr.measure("Paceline", "ddp", StepLog(tmp_path), 3, seed=1)
+        found = ettr.measure("torchrun", "ddp", StepLog(tmp_path), 3, 1, earlier=earlier)
     finally:
         for process in ranks:
             process.kill()
@@ -242,6 +243,7 @@ def test_a_job_that_does_not_recover_has_an_ettr_with_that_downtime(
     assert found is not None
     assert (found.faults, found.new_steps, found.measured) == (1, 0, 0.0)
     assert found.downtime_seconds >= 0.5
+    assert found.step_seconds == pytest.approx((399 * 0.1 + 399 * 0.2) / 798, abs=1e-3)
     assert ettr.result("Paceline", "ddp", 180.0, 0, 0, 0.1, [180.0]).ratio == 0.0
     figures = report.figures(RepairResults(ettr=[found]), [])
     assert any("did not recover" in line for line in report.sentences(figures))

@@ -103,7 +103,8 @@ def test_the_job_is_not_stopped_if_the_other_nodes_have_no_room(world: World) ->
     request(world, exclude=tuple(world.nodes))
     world.run(1.0)
     assert requested(world).error == (
-        "The job does not fit on the nodes without node-0, node-1, node-2, node-3 and node-4."
+        "The job does not fit on the nodes without node-0, node-1, node-2, node-3 and node-4; "
+        "it was not stopped."
     )
     assert (world.state, world.generation) == ("running", 1)
 
