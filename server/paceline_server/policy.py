@@ -114,8 +114,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     approvers: Annotated[
         tuple[str, ...],
         Meta(
-            description="Names of the tokens that may approve or reject actions of the job and "
-            "change its policy. None: every token of scope operator."
+            description="Names of the tokens that may approve or reject actions of the job, "
+            "request a restart and change its policy. None: every token of scope operator."
         ),
     ] = ()
     node_lease_seconds: Annotated[

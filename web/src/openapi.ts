@@ -1600,7 +1600,7 @@ export interface components {
              */
             policy: {
                 /**
-                 * @description Names of the tokens that may approve or reject actions of the job and change its policy. None: every token of scope operator.
+                 * @description Names of the tokens that may approve or reject actions of the job, request a restart and change its policy. None: every token of scope operator.
                  * @default []
                  */
                 approvers: string[];
@@ -1854,7 +1854,7 @@ export interface components {
              */
             policy: {
                 /**
-                 * @description Names of the tokens that may approve or reject actions of the job and change its policy. None: every token of scope operator.
+                 * @description Names of the tokens that may approve or reject actions of the job, request a restart and change its policy. None: every token of scope operator.
                  * @default []
                  */
                 approvers: string[];
@@ -2602,7 +2602,7 @@ export interface components {
              */
             values: {
                 /**
-                 * @description Names of the tokens that may approve or reject actions of the job and change its policy. None: every token of scope operator.
+                 * @description Names of the tokens that may approve or reject actions of the job, request a restart and change its policy. None: every token of scope operator.
                  * @default []
                  */
                 approvers: string[];
@@ -2842,7 +2842,7 @@ export interface components {
              */
             values: {
                 /**
-                 * @description Names of the tokens that may approve or reject actions of the job and change its policy. None: every token of scope operator.
+                 * @description Names of the tokens that may approve or reject actions of the job, request a restart and change its policy. None: every token of scope operator.
                  * @default []
                  */
                 approvers: string[];
@@ -3329,7 +3329,7 @@ export interface components {
             comment: string;
             /**
              * Exclude Nodes
-             * @description Nodes that it must not use again; quarantined.
+             * @description Nodes of the job that it must not use again; they are quarantined.
              * @default []
              */
             exclude_nodes: string[];

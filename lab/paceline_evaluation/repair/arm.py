@@ -143,11 +143,12 @@ class RepairArm:
         done = {one.launcher for one in results}
         report(self.count * len(done), "")
         undisturbed: list[LoggedStep] = []
-        if "Paceline" not in done:
+        if "torchrun" not in done:
             with torchrun.jobs() as make:
                 job = make(with_disk)
                 if job.make_steady():
                     undisturbed = ettr.train_undisturbed(job.log)
+        if "Paceline" not in done:
             cluster = RepairCluster(self._usual)
             with cluster.running(), Client(cluster.url, cluster.operator_token) as client:
                 cluster.yield_processors()

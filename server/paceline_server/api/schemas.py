@@ -570,7 +570,7 @@ class Action(Resource):
     worth: WorthModel | None  # restarts for a slowdown only
     lost_steps: int | None
     resumed_step: int | None
-    decided_by: str | None = None  # who approved or rejected it
+    decided_by: str | None = None  # who approved, rejected or requested it
     policy_version: int | None = None  # by which it was decided last
     error: str | None
 
@@ -646,7 +646,9 @@ class RestartRequest(Resource):
     """Body of a restart request."""
 
     exclude_nodes: list[str] = Field(
-        default=[], max_length=1000, description="Nodes that it must not use again; quarantined."
+        default=[],
+        max_length=1000,
+        description="Nodes of the job that it must not use again; they are quarantined.",
     )
     checkpoint: bool = Field(
         default=True,

@@ -16,7 +16,8 @@ _MOST_GROWTHS = 8  # a policy may allow a thousand restarts without progress
 
 
 def fruitless_restarts(view: JobView, policy: Policy) -> int:
-    """Return how many of the latest restarts led to no new step.
+    """Return how many of the latest restarts led to no new step; those that people requested do
+    not count.
 
     Steps of a script that numbers none may start at 0 in each generation. If it is declared to
     resume (policy `resumes`), a checkpoint of the new generation is progress as well.
@@ -26,7 +27,7 @@ def fruitless_restarts(view: JobView, policy: Policy) -> int:
     for restart in reversed(view.restarts):
         if _step(reached) > _step(restart.highest_step) or (has_saved and policy.resumes == "yes"):
             break
-        count += 1
+        count += not restart.is_request
         reached, has_saved = restart.highest_step, restart.has_saved
     return count
 
@@ -40,7 +41,10 @@ def refusal(view: JobView, policy: Policy, now_ns: int) -> str | None:
         (HOUR_NS, policy.restarts_per_hour, "hour"),
         (DAY_NS, policy.restarts_per_day, "day"),
     ):
-        used = sum(abs(now_ns - restart.at_ns) < span_ns for restart in view.restarts)
+        used = sum(
+            abs(now_ns - restart.at_ns) < span_ns and not restart.is_request
+            for restart in view.restarts
+        )
         if used >= limit:
             return f"{used} restarts within the last {word}; {limit} are allowed"
     return None

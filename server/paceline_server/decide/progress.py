@@ -27,7 +27,7 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     kept_ratio: float = 1.0  # planned: ranks of the next generation over those of this one
     held: bool = False  # proposed only because its gain is smaller than its cost: begun later
     after_window: bool = False  # proposed only because of a maintenance window: begun after it
-    is_request: bool = False  # requested by a person, not yet completed: see `request.py`
+    is_request: bool = False  # requested by a person: see `request.py`
     remark: str = ""  # sentences that follow the price in the reason of a proposal
     launch_remark: str = ""  # external job: why its launcher cannot restart it now
     node: str | None = None  # the node to blame

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paceline_server.decide import budget
 from paceline_server.decide.checkpoints import expected_checkpoint, resumes
-from paceline_server.decide.draft import Draft
+from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import awaits_evidence
 from paceline_server.decide.incidents import is_fatal, link, mitigate
 from paceline_server.decide.nodes import is_progressing, usable_nodes
@@ -26,7 +26,7 @@ from paceline_server.decide.remedies import (
     remedy_for_failed_start,
     urgency,
 )
-from paceline_server.decide.request import prepare
+from paceline_server.decide.request import LAUNCHER_SECONDS, prepare
 from paceline_server.decide.restart.advance import begin_restart, begin_start
 from paceline_server.decide.restart.launch import (
     end_as_over,
@@ -50,6 +50,7 @@ _MAY_NOT_RESUME = (
     "(policy `resumes`)."
 )
 _ASKS_LAUNCHER = "It is carried out once its launcher has confirmed that the job gets nodes."
+_ONLY_OBSERVED = "Paceline only observes this job now (policy `mode`)."
 _NOT_WORTH_IT = (
     "It is carried out once its gain exceeds its cost, or if a person approves it before."
 )
@@ -85,8 +86,8 @@ def propose(draft: Draft) -> None:
     else:
         _end_outdated_proposals(draft)
         _update_proposals(draft)
-        _prepare_requests(draft)
         _run_approved(draft)
+        _run_requests(draft)
         _restart_after_failed_start(draft)
         _propose_what_was_called_off(draft)
         for incident in sorted(draft.incidents(), key=urgency, reverse=True):
@@ -242,22 +243,10 @@ def _with_figures(draft: Draft, action: ActionView, progress: ActionProgress) ->
     )
 
 
-def _prepare_requests(draft: Draft) -> None:
-    """Complete the restarts that people requested, and ask the launchers of their jobs."""
-    for action in draft.actions("approved"):
-        if not progress_of(action).is_request or _running(draft) is not None:
-            continue
-        progress = prepare(draft, action)
-        if isinstance(progress, str):
-            draft.end_action(action, "failed", error=progress)
-            continue
-        action = draft.put_action(_with_figures(draft, action, progress))
-        if draft.view.launch is not None:
-            request_launch(draft, action, "check")
-
-
 def _run_approved(draft: Draft) -> None:
     for action in draft.actions("approved"):
+        if progress_of(action).is_request:
+            continue
         awaits_steps = progress_of(action).planned and not is_progressing(draft)
         if _running(draft) is not None:
             draft.end_action(action, "superseded", error="Another action was already running.")
@@ -270,10 +259,50 @@ def _run_approved(draft: Draft) -> None:
             begin_restart(draft, action)
 
 
+def _run_requests(draft: Draft) -> None:
+    """Begin the restarts that people requested, as soon as the launchers of their jobs agree."""
+    for action in draft.actions("approved"):
+        if not progress_of(action).is_request:
+            continue
+        if _running(draft) is not None:
+            draft.end_action(action, "superseded", error="Another action was already running.")
+            continue
+        progress, obstacle = prepare(draft, action), _obstacle_of_launcher(draft, action)
+        if isinstance(progress, str):
+            draft.end_action(action, "failed", error=progress)
+        elif obstacle:
+            draft.end_action(action, "failed", error=obstacle)
+        elif obstacle is None:
+            begin_restart(draft, _with_figures(draft, action, progress))
+        else:
+            _await_launcher(draft, action, progress)
+
+
+def _await_launcher(draft: Draft, action: ActionView, now: ActionProgress) -> None:
+    """Ask the launcher once, show what it waits for, and give up after some minutes.
+
+    Args:
+        now: the progress with which the request would begin now; another one may be right later.
+    """
+    result = launch_result(draft, action, "check")
+    if (action.action_id, "check") not in draft.view.launch_results:
+        request_launch(draft, action, "check")
+    if abs(draft.now_ns - action.created_ns) > LAUNCHER_SECONDS * NANOSECONDS:
+        minutes = LAUNCHER_SECONDS / 60.0
+        error = f"Its launcher did not agree within {minutes:.0f} minutes. {result.detail}".strip()
+        draft.end_action(action, "failed", error=error)
+        return
+    asked = progress_of(action)
+    if action.price_steps is None or asked.launch_remark != result.detail:
+        shown = _with_figures(draft, action, replace(now, launch_remark=result.detail))
+        kept = replace(asked, launch_remark=result.detail)
+        draft.put_action(replace(shown, parameters=to_builtins(kept)))
+
+
 def _obstacle_of_launcher(draft: Draft, action: ActionView) -> str | None:
     """Return why the job's launcher cannot restart it, empty until it is known; None: it can."""
     if draft.view.launch is None:
-        return None
+        return _ONLY_OBSERVED if draft.view.is_external else None
     result = launch_result(draft, action, "check")
     if result.state == "done":
         return None
@@ -288,9 +317,21 @@ def _restart_after_failed_start(draft: Draft) -> None:
             incident = _incident_of(draft, failed)
             why = failed.error or failed.reason
             remedy = remedy_for_failed_start(draft, why, progress_of(failed).node)
+            never_acts = draft.policy.mode in NEVER_ACTS
+            if never_acts and progress_of(failed).is_request:
+                _try_again(draft, remedy)
+                continue
             _act(draft, incident, remedy)
-            if draft.policy.mode in NEVER_ACTS and _cannot_start(draft, failed):
+            if never_acts and not draft.view.is_external and _cannot_start(draft, failed):
                 begin_stop(draft, "failed", f"The start failed: {why}", None)
+
+
+def _try_again(draft: Draft, remedy: Remedy) -> None:
+    """Restart a job once more that trained until a person requested its restart."""
+    if draft.view.is_external and draft.view.launch is None:
+        return
+    reason = restart_reason(_first_progress(remedy), remedy.exclude)
+    begin_restart(draft, _record(draft, None, remedy, "proposed", reason))
 
 
 def _cannot_start(draft: Draft, failed: ActionView) -> bool:
@@ -314,6 +355,8 @@ def _treat(draft: Draft, incident: IncidentView) -> None:
     running = _running(draft)
     is_more_urgent = running is not None and running.is_waiting and is_fatal(incident.finding)
     if running is not None and not is_more_urgent:
+        if running.is_waiting and progress_of(running).is_request:
+            return  # if it ends without a restart, the incident still needs its own remedy
         # A restart repairs all that was found in its generation; a failed start has no incident of
         # its own.
         if running.kind == "restart" and running.action_id not in incident.action_ids:
@@ -325,6 +368,10 @@ def _treat(draft: Draft, incident: IncidentView) -> None:
         return
     remedy = None if awaits_evidence(draft, incident) else remedy_for(draft, incident)
     if remedy is None:
+        return
+    if running is not None and progress_of(running).is_request and draft.policy.mode != "auto":
+        now = replace(progress_of(running), planned=False, waits=False, remark="")
+        begin_restart(draft, _with_figures(draft, running, now))
         return
     if running is not None:
         draft.end_action(running, "superseded", error="The job no longer trains.")
@@ -411,7 +458,8 @@ def _propose_what_was_called_off(draft: Draft) -> None:
     """Propose a restart whose checkpoint could not be saved to a person."""
     for action in draft.actions("failed"):
         progress = progress_of(action)
-        if action.finished_ns != draft.now_ns or not progress.trouble or draft.actions("proposed"):
+        is_new = action.finished_ns == draft.now_ns and bool(progress.trouble)
+        if not is_new or progress.is_request or draft.actions("proposed"):
             continue
         remedy = Remedy(
             kind="restart", why=progress.why, exclude=action.exclude_nodes, node=progress.node

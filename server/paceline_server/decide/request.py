@@ -1,7 +1,7 @@
 """A restart that a person requests without a proposal.
 
-The API stores it as an approved action, whatever the policy's mode. `prepare` completes it with
-what the job can do at this moment, before it begins like any other approved restart.
+The API stores it as an approved action, whatever the policy's mode. `prepare` says in each tick
+until it begins what the job can do at that moment.
 """
 
 from __future__ import annotations
@@ -13,15 +13,29 @@ from msgspec.structs import replace
 
 from paceline_server.decide.checkpoints import expected_checkpoint, resumes
 from paceline_server.decide.draft import Draft
-from paceline_server.decide.nodes import has_stopped, usable_nodes
+from paceline_server.decide.nodes import (
+    fatal_findings,
+    is_finishing,
+    silent_agents,
+    usable_nodes,
+)
 from paceline_server.decide.placement import place
 from paceline_server.decide.progress import ActionProgress, progress_of, restart_reason
 from paceline_server.decide.types import ActionView
 from paceline_server.decide.wording import join_names
 
+LAUNCHER_SECONDS = 300.0  # for the launcher to say whether it can restart the job
+_WITHOUT = (
+    "it was not stopped. Without a checkpoint first (`--now`), the steps since its newest one are "
+    "repeated."
+)
 _CANNOT_SAVE = (
-    "The script cannot save a checkpoint on command, and is not known to save by itself; it was "
-    "not stopped. Without a checkpoint first (`--now`), the steps since its newest one are repeated."
+    "The script cannot save a checkpoint on command, and is not known to save by itself; "
+)
+_DOES_NOT_RESUME = (
+    "The script does not resume from its checkpoints (policy `resumes`, or its last restart), so "
+    "that it would begin again at its first step; it was not stopped. `--now` restarts it all the "
+    "same."
 )
 _MAY_NOT_RESUME = (
     "The script is not known to resume from its checkpoints (policy `resumes`); if it does not, "
@@ -65,18 +79,41 @@ def requested_restart(
 
 
 def prepare(draft: Draft, action: ActionView) -> ActionProgress | str:
-    """Return the progress with which a request begins, or why it cannot be carried out."""
-    progress = replace(progress_of(action), is_request=False)
-    if draft.view.launch is None and action.exclude_nodes:
-        nodes = usable_nodes(draft, set(action.exclude_nodes))
-        if place(draft.view.spec.topology, nodes, draft.ranks) is None:
-            without = join_names(action.exclude_nodes)
-            return f"The job does not fit on the nodes without {without}; it was not stopped."
-    if not progress.planned or has_stopped(draft):
-        return replace(progress, planned=False)  # a job that does not train cannot save
+    """Return the progress with which a request would begin now, or why it cannot."""
+    progress = progress_of(action)
+    exited = any(rank.state == "exited" for rank in draft.ranks) and not is_finishing(draft)
+    trains = not exited and not fatal_findings(draft)
+    if draft.view.launch is None and (shortage := _shortage(draft, action, trains=trains)):
+        return shortage
+    if not progress.planned or not trains:
+        return replace(progress, planned=False)  # ranks that do not train cannot save
+    if is_finishing(draft):
+        return "The training is about to end: ranks have finished."
+    if draft.view.highest_step is None:
+        return f"It has reported no step, so that its ranks cannot be asked to save; {_WITHOUT}"
+    if silent := silent_agents(draft):
+        names = join_names(silent)
+        return f"The agent of {names} is silent, so that its ranks cannot save; {_WITHOUT}"
     if draft.view.can_checkpoint is True:
         return progress
     if expected_checkpoint(draft.view) is None:
-        return _CANNOT_SAVE
-    remark = "" if resumes(draft.view, draft.policy) else _MAY_NOT_RESUME
-    return replace(progress, waits=True, remark=remark)
+        return _CANNOT_SAVE + _WITHOUT
+    if resumes(draft.view, draft.policy):
+        return replace(progress, waits=True)
+    if draft.policy.resumes == "no" or draft.view.experience.resumes is False:
+        return _DOES_NOT_RESUME
+    return replace(progress, waits=True, remark=_MAY_NOT_RESUME)
+
+
+def _shortage(draft: Draft, action: ActionView, *, trains: bool) -> str:
+    """Return why the ranks have no place; empty if they do. A job that trains is not shrunk."""
+    nodes = usable_nodes(draft, set(action.exclude_nodes))
+    layout = place(draft.view.spec.topology, nodes, draft.ranks)
+    ranks = len(draft.ranks)
+    if layout is not None and (layout.topology.world_size >= ranks or not trains):
+        return ""
+    without = f" without {join_names(action.exclude_nodes)}" if action.exclude_nodes else ""
+    slots = sum(node.slots for node in nodes)
+    return (
+        f"The usable nodes{without} have {slots} slots for its {ranks} ranks; it was not stopped."
+    )

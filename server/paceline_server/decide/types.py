@@ -181,7 +181,7 @@ class ActionView(msgspec.Struct, frozen=True, kw_only=True):
     price_seconds: float | None = None
     worth: Worth | None = None  # restarts for a slowdown only
     resumed_step: int | None = None  # first step trained after the restart
-    decided_by: str | None = None  # the person who approved or rejected it
+    decided_by: str | None = None  # who approved, rejected or requested it
     policy_version: int | None = None  # by which it was decided last; None: not known
     error: str | None = None
 
@@ -213,6 +213,7 @@ class Restarted(msgspec.Struct, frozen=True):
     highest_step: int | None  # highest step of the job until then
     node: str | None = None  # the node to blame
     has_saved: bool = False  # whether the generation that it ended had (`JobView.has_saved`)
+    is_request: bool = False  # a person requested it, which says nothing about the job
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,6 +245,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     stop_requested: bool = False
     policy_version: int | None = None
     is_superseded: bool = False  # another run of this job was started without Paceline
+    is_external: bool = False  # another program started its ranks
     launch: Launch | None = None  # the launcher that owns the job and can restart it
     # Results of requests to the launcher, of unfinished actions: (action id, kind) -> result.
     launch_results: dict[tuple[str, LaunchKind], LaunchResult] = {}

@@ -54,10 +54,14 @@ def earlier_runs(session: Session, job: JobRow, limit: int) -> Sequence[JobRow]:
     return session.scalars(query.order_by(row.created_ns.desc()).limit(limit)).all()
 
 
-def usable_launch(session: Session, job: JobRow) -> Launch | None:
+def usable_launch(session: Session, job: JobRow, *, is_repairing: bool = False) -> Launch | None:
     """Return the launcher that the server repairs the job through; None if it only observes it, or
-    starts its ranks itself."""
-    if not job.watched or job.policy.mode == "observe":
+    starts its ranks itself.
+
+    Args:
+        is_repairing: an action is under way; it is finished also if the job is now only observed.
+    """
+    if not job.watched or (job.policy.mode == "observe" and not is_repairing):
         return None
     generation = session.get(GenerationRow, (job.id, job.generation))
     return None if generation is None else generation.placement.launch

@@ -126,6 +126,7 @@ def write_commit(
     )
     if over:
         _rank_behind_live_jobs(session, job_id)
+        _check_actions(session, snapshot, decision)
     _write_actions(session, snapshot, decision, targets.actions, now_ns, lag)
     launcher = None if snapshot.launch is None else snapshot.launch.launcher
     recoveries.record(session, job_id, decision.actions, launcher)
@@ -301,6 +302,20 @@ def _write_actions(
         session.execute(
             update(models.ActionRow).where(models.ActionRow.id.in_(rejected)).values(noticed=True)
         )
+
+
+def _check_actions(session: Session, snapshot: Snapshot, decision: Decision) -> None:
+    """Raise ConflictError if a person requested an action since the snapshot of a job that ends.
+
+    It would be left to the next run of that name.
+    """
+    known = {*snapshot.action_versions, *(view.action_id for view in decision.actions)}
+    row = models.ActionRow
+    stored = session.scalars(
+        select(row.id).where(row.job_id == snapshot.job_id, row.state == "approved")
+    )
+    if unknown := set(stored) - known:
+        raise ConflictError(f"action {min(unknown)} was requested meanwhile")
 
 
 def _replace_action(session: Session, row: dict[str, object], version: int) -> None:

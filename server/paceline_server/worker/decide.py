@@ -65,6 +65,7 @@ def _view(
         stop_requested=snapshot.stop_requested,
         policy_version=snapshot.policy_version,
         is_superseded=snapshot.is_superseded,
+        is_external=snapshot.is_external,
         launch=snapshot.launch,
         launch_results=dict(snapshot.launch_results),
         ended_received_ns=outcome.ended_received_ns,

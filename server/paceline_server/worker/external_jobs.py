@@ -312,6 +312,7 @@ def _restarted(job: JobRow, action: ActionView, now_ns: int) -> Restarted:
         highest_step=job.highest_step,
         node=progress.node,
         has_saved=progress.has_saved,
+        is_request=progress.is_request,
     )
 
 

@@ -90,6 +90,7 @@ class Snapshot:
     command_results: Mapping[int, bool]
     command_errors: Mapping[int, str]  # why those that failed did
     fleet: FailureHistory | None  # None: not read in this tick
+    is_external: bool
     launch: Launch | None  # the launcher that owns an external job
     launch_results: Mapping[tuple[str, LaunchKind], LaunchResult]
 
@@ -145,7 +146,10 @@ def load_snapshot(
         command_results=results,
         command_errors=errors,
         fleet=None if fleet_since_ns is None else failure_history(session, fleet_since_ns),
-        launch=usable_launch(session, job),
+        is_external=job.watched,
+        launch=usable_launch(
+            session, job, is_repairing=any(row.state == "running" for row in actions)
+        ),
         launch_results=launches.results(session, action_ids) if job.watched else {},
     )
 

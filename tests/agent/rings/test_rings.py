@@ -15,6 +15,7 @@ import pytest
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collect import visible_gpus
 from paceline_agent.collect.contract import Inventory
+from paceline_agent.collect.exit_status import ExitStatus
 from paceline_agent.collect.processes import process_status
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import rank_end
@@ -380,10 +381,16 @@ def test_a_sigterm_that_torchrun_does_not_report_is_its_own(
     assert (exited.exit_code, exited.signal) == expected
 
 
-def test_a_rank_that_was_killed_is_reported_without_waiting_for_torchrun(bench: Bench) -> None:
+def test_a_rank_that_was_killed_is_reported_without_waiting_for_torchrun(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its launcher finds only the first of ranks that are killed at once."""
     with rank_process(bench, "os.kill(os.getpid(), 9)", "torchrun") as process:
         end_unreaped(process)
+        (attached,) = bench.rings._attached.values()
+        assert not attached.end.is_awaited(has_finished=False)
+        process.wait()  # as its launcher does; the kernel may keep the status no longer
+        monkeypatch.setattr(ExitStatus, "read", lambda _: None)
         exited = bench.poll()[0][-1]
     assert isinstance(exited, RankExited)
     assert exited.signal == signal.SIGKILL

@@ -23,7 +23,15 @@ from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.ingest import writer
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Efficiency, Ledger, RankStep, StageBubble, StepSummary
-from paceline_server.store.models import ActionRow, AuditRow, Base, IncidentRow, JobRow, NodeRow
+from paceline_server.store.models import (
+    ActionRow,
+    AuditRow,
+    Base,
+    IncidentRow,
+    JobRow,
+    NodeRow,
+    RankRow,
+)
 from paceline_server.store.shares import step_rows
 from paceline_server.store.tokens import Scope, create_token, revoke_token
 from paceline_wire.batch import Batch
@@ -53,6 +61,18 @@ def node(agent_id: str, **columns: Any) -> NodeRow:
         readings={},
         dropped_batches=0,
         **columns,
+    )
+
+
+def rank_row(job_id: str, rank: int, agent_id: str) -> RankRow:
+    return RankRow(
+        job_id=job_id,
+        rank=rank,
+        generation=0,
+        agent_id=agent_id,
+        local_rank=0,
+        state="attached",
+        commanded=False,
     )
 
 
@@ -519,9 +539,9 @@ def test_a_restart_that_a_person_requests_is_an_approved_action(
     waits = client.post(path)
     assert waits.status_code == 409
     assert "waits for nodes" in waits.json()["detail"]
-    put(server, node("node-2"))
     with server.program.database.write() as session:
         session.get_one(JobRow, job_id).state = "running"
+        session.add(rank_row(job_id, 0, "node-2"))
     unknown = client.post(path, json={"exclude_nodes": ["node-9", "a\0b"]})
     assert (unknown.status_code, "node-9" in unknown.text) == (422, True)
     body = {"exclude_nodes": ["node-2", "node-2"], "comment": "its NIC flaps"}
@@ -538,6 +558,7 @@ def test_a_restart_that_a_person_requests_is_an_approved_action(
     again = client.post(path, json=body)
     assert again.status_code == 409
     assert found["id"] in again.json()["detail"]
+    assert again.json()["detail"].endswith("Wait until it is done.")
     verbs = [one["verb"] for one in client.get(f"/api/v1/audit?job={job_id}").json()["items"]]
     assert verbs[0] == "requested"
 

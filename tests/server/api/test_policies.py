@@ -101,6 +101,7 @@ def test_only_approvers_may_approve_and_change_the_policy(server: Any, database:
     assert refused.status_code == 403
     assert "Only alice may decide on this job" in refused.json()["detail"]
     assert change(server, job_id, {"approvers": ""}).status_code == 403
+    assert server.client.post(f"/api/v1/jobs/{job_id}/restart").status_code == 403
     alice = {"Authorization": f"Bearer {secret}"}
     decided = server.client.post("/api/v1/actions/act-1/approve", headers=alice)
     assert decided.raise_for_status().json()["decided_by"] == "alice"

@@ -101,7 +101,7 @@ def test_a_restart_is_requested_once(recorded: Recorded) -> None:
     assert state.endswith(" is approved")
     assert f"paceline actions show {state.split()[0]} " in following[-1]
     assert "Wait until it is done." in refusal(recorded, *restart)
-    assert "no node node-9" in refusal(recorded, *restart, "--exclude", "node-9")
+    assert "no rank on node-9" in refusal(recorded, *restart, "--exclude", "node-9")
 
 
 def test_missing_resources_are_reported(recorded: Recorded) -> None:

@@ -42,8 +42,12 @@ class LaunchedWorld(World):
     def view(self) -> JobView:
         return replace(
             super().view(),
+            is_external=True,
             launch=self.launch,
-            launch_results=self.answers_of_launcher,
+            launch_results={
+                **{(one.action_id, one.kind): LaunchResult() for one in self.requests},
+                **self.answers_of_launcher,
+            },
             is_superseded=self.is_superseded,
         )
 

@@ -6,12 +6,14 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import to_builtins
 from prometheus_client import CollectorRegistry
 from sqlalchemy import select
 
 from paceline_server.decide.progress import ActionProgress
+from paceline_server.decide.request import requested_restart
 from paceline_server.decide.types import ActionView, LaunchResult, Phase
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.policy import Policy
@@ -19,7 +21,7 @@ from paceline_server.store import models
 from paceline_server.store.database import Database
 from paceline_server.store.leases import LeaseLostError, acquire, lease_name
 from paceline_server.store.log import append
-from paceline_server.worker.commit import AlertTargets
+from paceline_server.worker.commit import AlertTargets, ConflictError
 from paceline_server.worker.decide import is_ending_generation
 from paceline_server.worker.snapshot import load_snapshot
 from paceline_server.worker.tick import JobLease, JobWorker, TickSettings
@@ -125,6 +127,36 @@ def test_nothing_is_written_when_the_fence_fails(store: Database) -> None:
     with pytest.raises(LeaseLostError):
         worker.commit(snapshot, commit, START_NS)
     assert rows(store) == before
+
+
+def test_a_job_does_not_end_with_a_request_that_arrived_meanwhile(store: Database) -> None:
+    """It would be left to the next external job of that name."""
+    worker = job_worker(store, "first")
+    snapshot = worker.snapshot(START_NS)
+    detected = worker.detect(snapshot, worker.feed(snapshot), START_NS)
+    decision = msgspec.structs.replace(
+        worker.decide(snapshot, detected, START_NS), state="finished"
+    )
+    commit = worker.prepare(snapshot, detected, decision, START_NS)
+    view = requested_restart("act-1", generation=0, created_ns=START_NS, by="ada")
+    with store.write() as session:
+        session.add(
+            models.ActionRow(
+                id="act-1",
+                job_id=JOB,
+                kind="restart",
+                state="approved",
+                created_ns=START_NS,
+                version=1,
+                noticed=False,
+                view=view,
+            )
+        )
+    before = rows(store)
+    with pytest.raises(ConflictError):
+        worker.commit(snapshot, commit, START_NS)
+    assert rows(store) == before
+    assert "act-1" in worker.snapshot(START_NS).action_versions, "the next tick ends it"
 
 
 def test_a_commit_writes_the_columns_that_it_holds(store: Database) -> None:

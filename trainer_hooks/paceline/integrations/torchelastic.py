@@ -50,7 +50,7 @@ from paceline_wire.ring import (
 )
 
 RESERVED_AFTER_SECONDS = 10.0  # most ranks record by then
-_TORCHRUN_KILLS_SECONDS = 30.0  # after its SIGTERM; the default of torch's `PContext.close`
+_TORCHRUN_KILLS_SECONDS = 30.0  # the default of torch's `PContext.close`
 
 
 def attach(module: ModuleType) -> None:
@@ -77,7 +77,7 @@ def _reporting(close_all: Callable[..., Any]) -> Callable[..., Any]:
             report_terminated(self, number)
         result = close_all(self, *args, **options)
         ends.report_unrecorded()
-        ends.report_killed()
+        ends.report_killed(args[1] if len(args) > 1 else options.get("timeout"))
         if number is not None:
             report_terminated(self, number)
         return result
@@ -230,13 +230,17 @@ class RankEnds:
                 write_ending(rank.ring_path, _ending_of_failure(self._failures[local_rank]))
 
     @never_raises
-    def report_killed(self) -> None:
-        """Write the signals that ended other ranks since, but not those that torchrun sends.
+    def report_killed(self, timeout: float | None) -> None:
+        """Write the signals that ended other ranks since, but not those that torchrun causes.
 
-        It sends SIGTERM, and SIGKILL to those that have not ended in 30 s.
+        It sends SIGTERM, on which a rank may abort, and SIGKILL to those that have not ended then.
+
+        Args:
+            timeout: seconds between both; None: torch's default.
         """
-        was_quick = time.monotonic() < self._since + _TORCHRUN_KILLS_SECONDS
-        of_torchrun = {signal.SIGTERM} if was_quick else {signal.SIGTERM, signal.SIGKILL}
+        of_torchrun = {signal.SIGTERM, signal.SIGABRT}
+        if time.monotonic() >= self._since + (timeout or _TORCHRUN_KILLS_SECONDS):
+            of_torchrun.add(signal.SIGKILL)
         for local_rank, status in _return_codes(self._context).items():
             if local_rank in self._failures or status is None or status >= 0:
                 continue

@@ -11,7 +11,7 @@ export type Decided = (action: Action, before: Action) => void;
 
 interface Props {
   action: Action;
-  /** The job's policy mode: `observe` and `dry-run` execute nothing. */
+  /** The job's policy mode: `observe` and `dry-run` execute no proposal. */
   mode: string;
   connection: Connection;
   onDecided: Decided;
@@ -30,7 +30,7 @@ export function ActionCard({ action, mode, connection, onDecided }: Props) {
       {action.error !== null && <p class="problem">{action.error}</p>}
       {action.phases.length > 0 && <Phases action={action} />}
       {action.can_be_rejected &&
-        (mode === "observe" || mode === "dry-run" ? (
+        (action.state === "proposed" && (mode === "observe" || mode === "dry-run") ? (
           <p class="muted">Not executed: the job's mode is {mode}.</p>
         ) : (
           // A request that is under way concerns an earlier state: its outcome is not shown.

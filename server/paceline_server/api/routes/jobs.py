@@ -290,12 +290,15 @@ def _check_can_restart(session: Session, job: models.JobRow, body: schemas.Resta
             "This is an external job that Paceline only observes: restart it where it was started, "
             "or let Paceline repair it through its launcher (docs/repair.md).",
         )
-    asked = {name for name in body.exclude_nodes if "\0" not in name}
-    known = session.scalars(
-        select(models.NodeRow.agent_id).where(models.NodeRow.agent_id.in_(asked))
-    ).all()
-    if unknown := sorted(set(body.exclude_nodes).difference(known)):
-        raise ProblemError(422, f"exclude_nodes: no node {', '.join(unknown)}.")
+    used = set(
+        session.scalars(
+            select(models.RankRow.agent_id).where(
+                models.RankRow.job_id == job.id, models.RankRow.generation == job.generation
+            )
+        )
+    )
+    if others := sorted(set(body.exclude_nodes) - used):
+        raise ProblemError(422, f"exclude_nodes: the job has no rank on {', '.join(others)}.")
     under_way = session.scalar(
         select(models.ActionRow)
         .where(models.ActionRow.job_id == job.id)
@@ -305,8 +308,8 @@ def _check_can_restart(session: Session, job: models.JobRow, body: schemas.Resta
     if under_way is not None:
         raise ProblemError(
             409,
-            f"Another action is {under_way.state}: {under_way.id} ({under_way.kind}). "
-            "Wait until it is done.",
+            f"Another action is {under_way.state}: {under_way.id} ({under_way.kind}). Wait until "
+            "it is done" + (", or reject it." if under_way.view.can_be_rejected else "."),
         )
 
 

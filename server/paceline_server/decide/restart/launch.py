@@ -83,7 +83,7 @@ def advance_launch(draft: Draft, action: ActionView) -> None:
             _withdraw(draft, action)
             return
     if not progress.is_launch_requested:
-        if backs_off(draft.view, draft.policy, draft.now_ns):
+        if backs_off(draft.view, draft.policy, draft.now_ns) and not progress.is_request:
             update_detail(draft, action, backoff_text(draft))
             return
         request_launch(draft, action, "restart")

@@ -43,7 +43,7 @@ def add_lost_nodes(draft: Draft, action: ActionView, progress: ActionProgress) -
 def advance_place(draft: Draft, action: ActionView) -> None:
     """Start the next generation once enough nodes are ready and the backoff is over."""
     progress = progress_of(action)
-    if backs_off(draft.view, draft.policy, draft.now_ns):
+    if backs_off(draft.view, draft.policy, draft.now_ns) and not progress.is_request:
         update_detail(draft, action, backoff_text(draft))
         return
     without = excluded_nodes(draft, action)
@@ -75,6 +75,7 @@ def advance_place(draft: Draft, action: ActionView) -> None:
         highest_step=draft.view.highest_step,
         node=progress.node,
         has_saved=draft.view.has_saved,
+        is_request=progress.is_request,
     )
     progress = replace(progress, highest_step=draft.view.current_step)
     draft.experience = remember(draft, action.action_id, progress)
