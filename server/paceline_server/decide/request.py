@@ -62,7 +62,8 @@ def requested_restart(
         exclude: agent ids of the nodes that the next generation must not use.
         saves: whether the job first saves a checkpoint, or is stopped at once.
     """
-    why = f"requested by {by}" + (f": {comment.strip().rstrip('.')}." if comment.strip() else ".")
+    comment = " ".join(comment.split()).rstrip(".")
+    why = f"requested by {by}: {comment}." if comment else f"requested by {by}."
     progress = ActionProgress(planned=saves, why=why, is_request=True)
     nodes = sorted(set(exclude))
     return ActionView(

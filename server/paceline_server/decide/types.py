@@ -213,7 +213,7 @@ class Restarted(msgspec.Struct, frozen=True):
     highest_step: int | None  # highest step of the job until then
     node: str | None = None  # the node to blame
     has_saved: bool = False  # whether the generation that it ended had (`JobView.has_saved`)
-    is_request: bool = False  # a person requested it, which says nothing about the job
+    is_request: bool = False  # requested by a person: no evidence against the job
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):

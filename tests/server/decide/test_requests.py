@@ -21,7 +21,7 @@ def request(world: World, *, saves: bool = True, exclude: tuple[str, ...] = ()) 
         generation=world.generation,
         created_ns=world.now_ns,
         by="ada",
-        comment="its NIC flaps",
+        comment=" its NIC\nflaps. ",
         exclude=exclude,
         saves=saves,
     )

@@ -278,7 +278,7 @@ def restart_job(
 
 
 def _check_can_restart(session: Session, job: models.JobRow, body: schemas.RestartRequest) -> None:
-    """Raise ProblemError if the job cannot be restarted now, or a node is not known."""
+    """Raise ProblemError if the job cannot be restarted now, or does not use one of the nodes."""
     if job.state in FINISHED or job.stop_requested:
         state = job.state if job.state in FINISHED else "being stopped"
         raise ProblemError(409, f"The job is {state}: a new one can be started with its command.")
