@@ -33,6 +33,7 @@ RUNS_ON = ("server", "agent")  # commands that run until they are stopped
 # Reasons for which a command may fail here.
 REFUSED = {
     "actions approve ACTION": "no action",
+    "jobs restart JOB": "no job",
     "preflight --nodes": "node-1",
 }
 

@@ -3313,6 +3313,12 @@ export interface components {
         /**
          * RestartRequest
          * @description Body of a restart request.
+         * @example {
+         *       "comment": "its NIC flaps",
+         *       "exclude_nodes": [
+         *         "node-3"
+         *       ]
+         *     }
          */
         RestartRequest: {
             /**

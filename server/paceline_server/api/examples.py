@@ -485,6 +485,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "AuditRecord": _AUDIT,
     "AuditPage": _page(_AUDIT),
     "ActionDecision": {"comment": "node-1 is due for service anyway"},
+    "RestartRequest": {"exclude_nodes": ["node-3"], "comment": "its NIC flaps"},
     "BurstRequest": {"collectors": ["nvml", "rdma"], "seconds": 20.0},
     "IngestAnswer": {"status": "stored", "sequence": 41},
     "Problem": {
