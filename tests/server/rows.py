@@ -10,7 +10,7 @@ from paceline_server.decide.types import ActionView, JobSpec, LaunchRequest
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store import launches
-from paceline_server.store.models import ActionRow, JobRow
+from paceline_server.store.models import ActionRow, JobRow, RankRow
 from paceline_wire.topology import Topology
 
 ONE_RANK = Topology(1, 1, 1)
@@ -30,6 +30,19 @@ def toy_job(job_id: str, *, topology: Topology = ONE_RANK, **changes: Any) -> Jo
         "ledger": Ledger(),
     }
     return JobRow(id=job_id, topology=topology, **(fields | changes))
+
+
+def toy_rank(job_id: str, rank: int, agent_id: str, generation: int = 1) -> RankRow:
+    """Return an attached rank."""
+    return RankRow(
+        job_id=job_id,
+        rank=rank,
+        generation=generation,
+        agent_id=agent_id,
+        local_rank=0,
+        state="attached",
+        commanded=False,
+    )
 
 
 def request_restart(

@@ -29,6 +29,7 @@ class ExitStatus:
         self._procfs_root = procfs_root
         self._pid = pid
         self._pidfd: int | None = None
+        self._code: int | None = None  # kept: the kernel may forget it
         if pid is not None and procfs_root == _PROCFS:  # a pidfd is of this process's namespace
             with contextlib.suppress(OSError):  # it has ended, or too many files are open
                 self._pidfd = os.pidfd_open(pid)
@@ -40,6 +41,11 @@ class ExitStatus:
 
     def read(self) -> int | None:
         """Return the exit code, or the negative number of the signal; None if it is unknown."""
+        if self._code is None:
+            self._code = self._find()
+        return self._code
+
+    def _find(self) -> int | None:
         status = self._unreaped()
         if status is None:
             status = self._kept_status()

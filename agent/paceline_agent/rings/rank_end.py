@@ -29,8 +29,8 @@ from paceline_wire.metadata import SLURM_JOB
 from paceline_wire.ring import RingReader
 
 STATUS_SECONDS = 1.0  # torchrun finds the end of a rank ten times a second
-_OF_LAUNCHERS = frozenset({SIGTERM, SIGINT, SIGHUP})  # on which torchrun ends its ranks
 UNREAPED_SECONDS = 10.0  # until a torchrun that has not found it has other ends to wait for
+_OF_LAUNCHERS = frozenset({SIGTERM, SIGINT, SIGHUP})  # on which torchrun ends its ranks
 
 
 class RankEnd:
@@ -41,7 +41,6 @@ class RankEnd:
         self._procfs_root = procfs_root
         self._reader = reader
         self._status = ExitStatus(procfs_root, pid)
-        self._code: int | None = None  # kept: the kernel may forget it
         self._is_of_torchrun = reader.identity.metadata.get("launcher") == "torchrun"
         self._ends_others = self._is_of_torchrun or SLURM_JOB in reader.identity.metadata
         self._torchrun = None
@@ -63,7 +62,7 @@ class RankEnd:
         now = time.monotonic()
         if self._gone_since is None:
             self._gone_since, self._gone_ns = now, timeline_ns()
-        code = self._read_code()
+        code = self._status.read()
         if code is not None and code < 0 and -code not in _OF_LAUNCHERS:
             return False
         is_late = self._status.is_unreaped and code in (None, -SIGTERM)
@@ -73,7 +72,7 @@ class RankEnd:
         """Return the report of the end."""
         identity, path = self._reader.identity, self._reader.path
         ending = self._reported() or Ending()
-        code = self._read_code()
+        code = self._status.read()
         if code is not None and not self._is_consequence(code, ending):
             exit_code, signal = (code, None) if code >= 0 else (None, -code)
             ending = replace(ending, exit_code=exit_code, signal=signal)
@@ -107,12 +106,6 @@ class RankEnd:
         if code != -SIGTERM or not (self._ends_others or ending.error):
             return False
         return ending.signal != SIGTERM and ending.launcher_signal is None
-
-    def _read_code(self) -> int | None:
-        """Return the exit code, or the negative number of the signal; None if it is unknown."""
-        if self._code is None:
-            self._code = self._status.read()
-        return self._code
 
     def _reported(self) -> Ending | None:
         return read_ending(self._reader.path, self._reader.status.st_uid)

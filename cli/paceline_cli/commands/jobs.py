@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,18 @@ MEMORY_PARTS = (
     *("parameters", "gradients", "optimizer", "activations"),
 )
 
-timeout_option = click.option(
-    "--timeout",
-    type=Seconds(min=0),
-    default=ANSWER_SECONDS,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for the answers of the nodes.",
-)
+
+def timeout_option(
+    help_text: str = "How long to wait for the answers of the nodes.",
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(
+        "--timeout",
+        type=Seconds(min=0),
+        default=ANSWER_SECONDS,
+        show_default=True,
+        metavar="SECONDS",
+        help=help_text,
+    )
 
 
 @click.group(cls=ClientGroup, invoke_without_command=True)
@@ -266,14 +271,7 @@ def show_efficiency(found: dict[str, Any] | None) -> None:
     help="Without a checkpoint first: the steps since the newest one are repeated.",
 )
 @click.option("--comment", default="", help="Why, for those who read about it later.")
-@click.option(
-    "--timeout",
-    type=Seconds(min=0),
-    default=ANSWER_SECONDS,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait until it begins.",
-)
+@timeout_option("How long to wait until it begins.")
 @json_option
 @click.pass_context
 def restart(
@@ -298,9 +296,7 @@ def restart(
     body = {"exclude_nodes": list(nodes), "checkpoint": not now, "comment": comment}
     found = client.post(f"/jobs/{job}/restart", body)
     deadline = time.monotonic() + timeout
-    while found["state"] == "approved" and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-        found = client.get(f"/actions/{found['id']}")
+    found = _await_change(client, f"/actions/{found['id']}", "approved", deadline)
     if as_json:
         render.show_json(found)
     elif found["state"] in ("approved", "running", "done"):
@@ -334,7 +330,7 @@ def stop(client: Client, job: str, as_json: bool) -> None:
     multiple=True,
     help="Only this rank; may be repeated. [default: all that run]",
 )
-@timeout_option
+@timeout_option()
 @json_option
 @click.pass_obj
 def stacks(client: Client, job: str, ranks: tuple[int, ...], timeout: float, as_json: bool) -> None:
@@ -347,7 +343,10 @@ def stacks(client: Client, job: str, ranks: tuple[int, ...], timeout: float, as_
     for rank in chosen:
         client.post(f"/jobs/{job}/ranks/{rank}/stacks")
     deadline = time.monotonic() + timeout
-    found = [_await_stacks(client, f"/jobs/{job}/ranks/{rank}/stacks", deadline) for rank in chosen]
+    found = [
+        _await_change(client, f"/jobs/{job}/ranks/{rank}/stacks", "asked", deadline)
+        for rank in chosen
+    ]
     if as_json:
         render.show_json(found)
         return
@@ -368,15 +367,16 @@ def _running(client: Client, job: str) -> tuple[int, ...]:
     return running
 
 
-def _await_stacks(client: Client, path: str, deadline: float) -> Any:
-    while (answer := client.get(path))["state"] == "asked" and time.monotonic() < deadline:
+def _await_change(client: Client, path: str, state: str, deadline: float) -> Any:
+    """Return what is at the path once it is no longer in this state, or as it is then."""
+    while (answer := client.get(path))["state"] == state and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return answer
 
 
 @jobs.command("flight-recorder")
 @click.argument("job", type=ResourceId())
-@timeout_option
+@timeout_option()
 @json_option
 @click.pass_obj
 def flight_recorder(client: Client, job: str, timeout: float, as_json: bool) -> None:

@@ -65,6 +65,12 @@ def has_stopped(draft: Draft) -> bool:
     )
 
 
+def has_failed(draft: Draft) -> bool:
+    """Return whether the generation no longer trains, and not because it has finished."""
+    exited = any(rank.state == "exited" for rank in draft.ranks)
+    return bool(fatal_findings(draft)) or (exited and not is_finishing(draft))
+
+
 def is_finishing(draft: Draft) -> bool:
     """Return whether ranks have ended, all of them well, as at the end of a training."""
     exited = [rank for rank in draft.ranks if rank.state == "exited"]

@@ -87,7 +87,6 @@ def propose(draft: Draft) -> None:
         _end_outdated_proposals(draft)
         _update_proposals(draft)
         _run_approved(draft)
-        _run_requests(draft)
         _restart_after_failed_start(draft)
         _propose_what_was_called_off(draft)
         for incident in sorted(draft.incidents(), key=urgency, reverse=True):
@@ -244,38 +243,27 @@ def _with_figures(draft: Draft, action: ActionView, progress: ActionProgress) ->
 
 
 def _run_approved(draft: Draft) -> None:
+    """Begin what people approved or requested, once the job and its launcher allow it."""
     for action in draft.actions("approved"):
-        if progress_of(action).is_request:
-            continue
-        awaits_steps = progress_of(action).planned and not is_progressing(draft)
-        if _running(draft) is not None:
-            draft.end_action(action, "superseded", error="Another action was already running.")
-        elif awaits_steps and all(rank.state == "exited" for rank in draft.ranks):
-            draft.end_action(action, "superseded", error="All ranks ended before it began.")
-        elif (obstacle := _obstacle_of_launcher(draft, action)) is not None:
-            if obstacle:
-                draft.end_action(action, "failed", error=obstacle)
-        elif not awaits_steps:
-            begin_restart(draft, action)
-
-
-def _run_requests(draft: Draft) -> None:
-    """Begin the restarts that people requested, as soon as the launchers of their jobs agree."""
-    for action in draft.actions("approved"):
-        if not progress_of(action).is_request:
-            continue
         if _running(draft) is not None:
             draft.end_action(action, "superseded", error="Another action was already running.")
             continue
-        progress, obstacle = prepare(draft, action), _obstacle_of_launcher(draft, action)
+        is_request = progress_of(action).is_request
+        progress = prepare(draft, action) if is_request else progress_of(action)
         if isinstance(progress, str):
             draft.end_action(action, "failed", error=progress)
+            continue
+        awaits_steps = progress.planned and not is_progressing(draft)
+        obstacle = _obstacle_of_launcher(draft, action)
+        if awaits_steps and all(rank.state == "exited" for rank in draft.ranks):
+            draft.end_action(action, "superseded", error="All ranks ended before it began.")
         elif obstacle:
             draft.end_action(action, "failed", error=obstacle)
-        elif obstacle is None:
-            begin_restart(draft, _with_figures(draft, action, progress))
-        else:
+        elif obstacle is not None and is_request:
             _await_launcher(draft, action, progress)
+        elif obstacle is None and not awaits_steps:
+            begun = _with_figures(draft, action, progress) if is_request else action
+            begin_restart(draft, begun)
 
 
 def _await_launcher(draft: Draft, action: ActionView, now: ActionProgress) -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from paceline_server.decide.checkpoints import expected_checkpoint, resumes
 from paceline_server.decide.draft import Draft
 from paceline_server.decide.nodes import (
-    fatal_findings,
+    has_failed,
     is_finishing,
     silent_agents,
     usable_nodes,
@@ -82,8 +82,7 @@ def requested_restart(
 def prepare(draft: Draft, action: ActionView) -> ActionProgress | str:
     """Return the progress with which a request would begin now, or why it cannot."""
     progress = progress_of(action)
-    exited = any(rank.state == "exited" for rank in draft.ranks) and not is_finishing(draft)
-    trains = not exited and not fatal_findings(draft)
+    trains = not has_failed(draft)
     if draft.view.launch is None and (shortage := _shortage(draft, action, trains=trains)):
         return shortage
     if not progress.planned or not trains:

@@ -19,11 +19,12 @@ from paceline_server.act.announce import (
 )
 from paceline_server.act.commands import act
 from paceline_server.decide.incidents import urgency_value
-from paceline_server.decide.types import Acknowledged, ActionView, Decision, IncidentView
+from paceline_server.decide.types import Acknowledged, Decision, IncidentView
 from paceline_server.engine.types import Placement
 from paceline_server.lag import lag_seconds
 from paceline_server.steps.types import StepSummary
 from paceline_server.store import audit, launches, models, recoveries
+from paceline_server.store.actions import action_columns
 from paceline_server.store.changes import record_change, record_changes
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
@@ -282,7 +283,7 @@ def _write_actions(
 ) -> None:
     before = {action.action_id: action for action in snapshot.actions}
     for view in decision.actions:
-        row = _action_row(snapshot.job_id, view)
+        row = action_columns(snapshot.job_id, view)
         version = snapshot.action_versions.get(view.action_id)
         if version is None:
             session.execute(insert(models.ActionRow).values(**row, version=1))
@@ -334,21 +335,6 @@ def _withdraw_launches(session: Session, decision: Decision, now_ns: int) -> Non
     for action_id in decision.withdrawn_launches:
         if not launches.withdraw(session, action_id, now_ns):
             raise ConflictError(f"the restart of action {action_id} has begun meanwhile")
-
-
-def _action_row(job_id: str, view: ActionView) -> dict[str, object]:
-    restarts = view.kind == "restart" and view.state in ("running", "done")
-    return {
-        "id": view.action_id,
-        "job_id": job_id,
-        "incident_id": view.incident_id,
-        "kind": view.kind,
-        "state": view.state,
-        "restart_of": view.generation if restarts else None,
-        "created_ns": view.created_ns,
-        "noticed": True,
-        "view": view,
-    }
 
 
 def _quarantine(session: Session, decision: Decision) -> None:

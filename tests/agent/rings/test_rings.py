@@ -390,7 +390,7 @@ def test_a_rank_that_was_killed_is_reported_without_waiting_for_torchrun(
         (attached,) = bench.rings._attached.values()
         assert not attached.end.is_awaited(has_finished=False)
         process.wait()  # as its launcher does; the kernel may keep the status no longer
-        monkeypatch.setattr(ExitStatus, "read", lambda _: None)
+        monkeypatch.setattr(ExitStatus, "_find", lambda _: None)
         exited = bench.poll()[0][-1]
     assert isinstance(exited, RankExited)
     assert exited.signal == signal.SIGKILL

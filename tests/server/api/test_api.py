@@ -30,11 +30,11 @@ from paceline_server.store.models import (
     IncidentRow,
     JobRow,
     NodeRow,
-    RankRow,
 )
 from paceline_server.store.shares import step_rows
 from paceline_server.store.tokens import Scope, create_token, revoke_token
-from paceline_wire.batch import Batch
+from paceline_wire.batch import AgentHello, Batch
+from tests.server.rows import toy_rank
 
 NOW = time.time_ns()
 
@@ -50,29 +50,18 @@ def client(server: Any) -> Any:
     return server.client
 
 
-def node(agent_id: str, **columns: Any) -> NodeRow:
+def node(agent_id: str, *, of: AgentHello | None = None, reason: str | None = None) -> NodeRow:
+    """Return a node that was seen just now; `reason`: of its quarantine."""
     return NodeRow(
         agent_id=agent_id,
         boot_id="boot",
         sequence=0,
         packed_ns=NOW,
         last_seen_ns=time.time_ns(),
-        hello=hello(),
+        hello=of or hello(),
         readings={},
         dropped_batches=0,
-        **columns,
-    )
-
-
-def rank_row(job_id: str, rank: int, agent_id: str) -> RankRow:
-    return RankRow(
-        job_id=job_id,
-        rank=rank,
-        generation=0,
-        agent_id=agent_id,
-        local_rank=0,
-        state="attached",
-        commanded=False,
+        quarantine_reason=reason,
     )
 
 
@@ -283,19 +272,7 @@ def test_an_agent_lease_not_above_the_node_lease_is_logged(
     server: Any, caplog: pytest.LogCaptureFixture, lease: str, warns: bool
 ) -> None:
     agent = replace(hello(), labels={"lease_seconds": lease})
-    with server.program.database.write() as session:
-        session.add(
-            NodeRow(
-                agent_id="node-0",
-                boot_id="boot",
-                sequence=0,
-                packed_ns=1,
-                last_seen_ns=1,
-                hello=agent,
-                readings={},
-                dropped_batches=0,
-            )
-        )
+    put(server, node("node-0", of=agent))
     post_job(server.url)
     assert ("start them with a longer --lease-seconds" in caplog.text) == warns
 
@@ -541,7 +518,7 @@ def test_a_restart_that_a_person_requests_is_an_approved_action(
     assert "waits for nodes" in waits.json()["detail"]
     with server.program.database.write() as session:
         session.get_one(JobRow, job_id).state = "running"
-        session.add(rank_row(job_id, 0, "node-2"))
+        session.add(toy_rank(job_id, 0, "node-2", generation=0))
     unknown = client.post(path, json={"exclude_nodes": ["node-9", "a\0b"]})
     assert (unknown.status_code, "node-9" in unknown.text) == (422, True)
     body = {"exclude_nodes": ["node-2", "node-2"], "comment": "its NIC flaps"}
@@ -623,7 +600,7 @@ def test_a_restart_that_waits_for_a_checkpoint_can_be_rejected(
 
 
 def test_a_quarantined_node_is_released(server: Any, client: httpx.Client) -> None:
-    put(server, node("node-1", quarantine_reason="throttles"))
+    put(server, node("node-1", reason="throttles"))
     (shown,) = client.get("/api/v1/nodes").json()["items"]
     assert (shown["state"], shown["reason"]) == ("quarantined", "throttles")
     assert client.post("/api/v1/nodes/node-1/release").json()["state"] == "ready"

@@ -13,6 +13,7 @@ from simulated_node import hello, post_job
 from paceline_server.decide.types import IncidentView
 from paceline_server.detect.finding import Finding
 from paceline_server.store.models import IncidentRow, JobRow, NodeRow, RankRow
+from tests.server.rows import toy_rank
 
 SECOND = 1_000_000_000
 Severity = Literal["info", "warning", "critical"]
@@ -51,15 +52,7 @@ def job_id(server: Any) -> str:
                 readings={},
                 dropped_batches=0,
             ),
-            RankRow(
-                job_id=job_id,
-                rank=rank,
-                generation=1,
-                agent_id=f"node-{rank}",
-                local_rank=0,
-                state="attached",
-                commanded=False,
-            ),
+            toy_rank(job_id, rank, f"node-{rank}"),
         )
     return job_id
 

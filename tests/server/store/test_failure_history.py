@@ -8,23 +8,11 @@ from paceline_server.decide.types import FailureHistory, IncidentView
 from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.finding import Finding
 from paceline_server.store.database import Database
-from paceline_server.store.models import IncidentRow, RankRow
+from paceline_server.store.models import IncidentRow
 from paceline_server.store.queries import failure_history
-from tests.server.rows import toy_job
+from tests.server.rows import toy_job, toy_rank
 
 SECOND = 1_000_000_000
-
-
-def rank(job_id: str, number: int, node: str) -> RankRow:
-    return RankRow(
-        job_id=job_id,
-        rank=number,
-        generation=1,
-        agent_id=node,
-        local_rank=0,
-        state="attached",
-        commanded=False,
-    )
 
 
 def incident(
@@ -64,10 +52,10 @@ def test_failures_and_the_time_of_nodes_are_counted_since_a_time(database: Datab
         )
         session.flush()
         # The node of two ranks counts once.
-        session.add_all(rank("ended", number, f"node-{number // 2}") for number in range(4))
-        session.add_all(rank("running", number, f"node-{number}") for number in range(3))
-        session.add(rank("begins", 0, "node-9"))
-        session.add(rank("long ago", 0, "node-9"))
+        session.add_all(toy_rank("ended", number, f"node-{number // 2}") for number in range(4))
+        session.add_all(toy_rank("running", number, f"node-{number}") for number in range(3))
+        session.add(toy_rank("begins", 0, "node-9"))
+        session.add(toy_rank("long ago", 0, "node-9"))
         session.add_all(
             [
                 incident("crash", "ended", "failure", "critical", 60),

@@ -18,6 +18,7 @@ from paceline_server.decide.types import ActionView, LaunchResult, Phase
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.policy import Policy
 from paceline_server.store import models
+from paceline_server.store.actions import action_columns
 from paceline_server.store.database import Database
 from paceline_server.store.leases import LeaseLostError, acquire, lease_name
 from paceline_server.store.log import append
@@ -140,18 +141,7 @@ def test_a_job_does_not_end_with_a_request_that_arrived_meanwhile(store: Databas
     commit = worker.prepare(snapshot, detected, decision, START_NS)
     view = requested_restart("act-1", generation=0, created_ns=START_NS, by="ada")
     with store.write() as session:
-        session.add(
-            models.ActionRow(
-                id="act-1",
-                job_id=JOB,
-                kind="restart",
-                state="approved",
-                created_ns=START_NS,
-                version=1,
-                noticed=False,
-                view=view,
-            )
-        )
+        session.add(models.ActionRow(**action_columns(JOB, view), version=1))
     before = rows(store)
     with pytest.raises(ConflictError):
         worker.commit(snapshot, commit, START_NS)

@@ -29,6 +29,7 @@ from paceline_server.decide.types import AuditEntry, JobSpec
 from paceline_server.policy import Policy, PolicyError, parse_policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store import audit, models, policies, queries
+from paceline_server.store.actions import action_columns
 from paceline_server.store.changes import record_change
 from paceline_server.store.log import FINISHED, newest_log_id
 from paceline_wire.topology import RANKS_AT_MOST, Topology
@@ -252,18 +253,7 @@ def restart_job(
             exclude=body.exclude_nodes,
             saves=body.checkpoint,
         )
-        row = models.ActionRow(
-            id=view.action_id,
-            job_id=job_id,
-            incident_id=None,
-            kind=view.kind,
-            state=view.state,
-            restart_of=None,
-            created_ns=now_ns,
-            version=1,
-            noticed=False,
-            view=view,
-        )
+        row = models.ActionRow(**action_columns(job_id, view), version=1)
         session.add(row)
         entry = AuditEntry(
             actor=caller.name, verb="requested", subject=view.action_id, detail=view.reason

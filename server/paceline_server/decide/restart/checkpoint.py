@@ -10,7 +10,7 @@ import math
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import Draft
-from paceline_server.decide.nodes import fatal_findings, has_stopped, is_finishing, silent_agents
+from paceline_server.decide.nodes import fatal_findings, has_failed, silent_agents
 from paceline_server.decide.progress import (
     ActionProgress,
     enter_phase,
@@ -59,7 +59,7 @@ def advance_checkpoint(draft: Draft, action: ActionView) -> None:
     trouble = _checkpoint_trouble(draft, progress, saved)
     if trouble is None:
         return
-    if has_stopped(draft) and not is_finishing(draft):
+    if has_failed(draft):
         _stop_without_checkpoint(draft, action, progress, f"No checkpoint: {trouble}")
         return
     progress = replace(
@@ -76,7 +76,7 @@ def advance_cancel(draft: Draft, action: ActionView) -> None:
     progress = progress_of(action)
     if _stop_if_saved(draft, action, progress, _saved(draft, progress)):
         return
-    if has_stopped(draft) and not is_finishing(draft):
+    if has_failed(draft):
         trouble = progress.trouble[:1].upper() + progress.trouble[1:]
         _stop_without_checkpoint(draft, action, progress, trouble)
         return
