@@ -139,13 +139,14 @@ async def test_without_a_pipe_only_what_was_written_since_the_start_counts(tmp_p
 
 
 async def test_a_dump_that_is_a_link_or_too_large_is_not_sent(tmp_path):
+    rank = process(tmp_path)  # before the dumps: older ones do not count
     (tmp_path / "secret").write_text("of another user")
     (tmp_path / "dump_0").symlink_to(tmp_path / "secret")
     with pytest.raises(DumpError, match="cannot be read"):
-        await take(process(tmp_path), 0)
+        await take(rank, 0)
     (tmp_path / "dump_1").write_bytes(os.urandom(dumps.MAXIMUM_PACKED_BYTES))
     with pytest.raises(DumpError, match="too many to send"):
-        await take(process(tmp_path), 1)
+        await take(rank, 1)
 
 
 async def test_a_file_system_that_does_not_respond_blocks_only_the_dump(tmp_path, monkeypatch):
