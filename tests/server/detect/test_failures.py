@@ -607,6 +607,36 @@ def test_a_pause_of_the_server_does_not_make_nodes_look_lost(job):
     assert silent(job, 3) == []
 
 
+@pytest.mark.parametrize("seconds", [4.0, 4.8, 5.2, 6.0, 20.0])
+def test_a_server_that_receives_from_no_node_for_a_while_loses_none(job, seconds):
+    """The nodes report in turn, so the one that reported first reaches its lease first."""
+    for _ in range(10):
+        for node in job.nodes:
+            job.now_ns += 125_000_000
+            job.engine.feed(job.batch(node), job.now_ns)
+            assert job.tick(job.now_ns).findings == []
+    for _ in range(round(seconds / 0.1)):
+        job.now_ns += 100_000_000
+        assert job.tick(job.now_ns).findings == []
+    for node in reversed(job.nodes):
+        job.now_ns += 125_000_000
+        job.engine.feed(job.batch(node), job.now_ns)
+        assert job.tick(job.now_ns).findings == []
+
+
+def test_a_node_is_lost_although_the_others_report_only_now_and_then(job):
+    silent(job, 2)
+    responding = [node for node in job.nodes if node != "node-2"]
+    findings = []
+    for _ in range(4):
+        for _ in range(30):
+            job.now_ns += 100_000_000
+            findings += job.tick(job.now_ns).findings
+        for node in responding:
+            job.engine.feed(job.batch(node), job.now_ns)
+    assert [(found.cause, found.node) for found in findings] == [("node lost", "node-2")]
+
+
 def test_while_all_batches_are_late_a_silent_node_is_not_lost(job):
     for node in job.nodes:
         job.engine.feed(job.batch(node), job.now_ns)

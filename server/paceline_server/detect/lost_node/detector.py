@@ -21,12 +21,13 @@ class LostNodeDetector(Detector):
     """Finding kind `failure`, cause `node lost`, fingerprint `failure:node:AGENT`.
 
     Silence counts only while the server itself was receiving: after a pause of the server, every
-    node looks silent. If all of several nodes are silent at once, the network is more likely to be
-    down than all of them, so that they are lost only after a longer time in which other nodes of
-    the fleet respond; without such nodes nothing is reported. If batches of other nodes arrive
-    late, because the server was stopped, is overloaded or rejects what it cannot store, the lease
-    is extended by that delay. A node whose ranks still take part in the collectives and transfers
-    of other nodes is not lost: only its agent is away.
+    node looks silent, and so does each while the server receives from no node at all. If all of
+    several nodes are silent at once, the network is more likely to be down than all of them, so
+    that they are lost only after a longer time in which other nodes of the fleet respond; without
+    such nodes nothing is reported. If batches of other nodes arrive late, because the server was
+    stopped, is overloaded or rejects what it cannot store, the lease is extended by that delay. A
+    node whose ranks still take part in the collectives and transfers of other nodes is not lost:
+    only its agent is away.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (FAILURE,)
@@ -37,7 +38,7 @@ class LostNodeDetector(Detector):
     ) -> None:
         super().__init__(generation, policy)
         self.settings = settings
-        self._receiving_since_ns: int | None = None
+        self._silent_since_ns: dict[str, int] = {}  # later than the last batch by pauses since
         self._last_tick_ns = 0
         self._witnessed_since_ns: int | None = None  # other nodes respond
         self._lost: dict[str, Finding] = {}
@@ -50,13 +51,16 @@ class LostNodeDetector(Detector):
     def update(self, observation: Observation) -> list[Finding]:
         pause_ns = int(self.settings.own_pause_seconds * 1e9)
         elapsed_ns = observation.now_ns - self._last_tick_ns  # negative: the clock was set back
-        if self._receiving_since_ns is None or not 0 <= elapsed_ns <= pause_ns:
-            self._receiving_since_ns = observation.now_ns
+        nodes = sorted(self._ranks_on)
+        if not 0 <= elapsed_ns <= pause_ns:
+            self._silent_since_ns = dict.fromkeys(nodes, observation.now_ns)
             self._witnessed_since_ns = None
+        elif observation.now_ns - self._heard_ns(observation) > pause_ns:
+            for node in nodes:
+                self._silent_since_ns[node] += elapsed_ns
         self._watch_others(observation)
         elapsed = max(elapsed_ns, 0) / 1e9
         self._last_tick_ns = observation.now_ns
-        nodes = sorted(self._ranks_on)
         lease = self.policy.node_lease_seconds
         silence = {node: self._silent_seconds(node, observation) for node in nodes}
         least = lease * self.settings.quiet_leases
@@ -73,7 +77,7 @@ class LostNodeDetector(Detector):
             seconds = self._all_silent_seconds(newest_ns, observation)
             if seconds < lease * self.settings.leases_of_all:
                 # Gives the others a full lease once one responds.
-                self._receiving_since_ns = observation.now_ns
+                self._silent_since_ns = dict.fromkeys(nodes, observation.now_ns)
                 return []
             silence = dict.fromkeys(nodes, seconds)
         findings = []
@@ -86,6 +90,18 @@ class LostNodeDetector(Detector):
                 findings.append(self._lost[node])
         # Not cleared if the node responds again: its ranks may have died meanwhile.
         return findings
+
+    def _heard_ns(self, observation: Observation) -> int:
+        """Return when the newest batch of any node was received; now for the only node there is.
+
+        The silence of one node that has no others beside it may be its own.
+        """
+        seen_ns = [observation.last_seen_ns.get(node, 0) for node in self._ranks_on]
+        newest_ns = max(seen_ns, default=0)
+        lease_ns = int(self.policy.node_lease_seconds * 1e9)
+        if len(seen_ns) == 1 and observation.others_seen_ns < newest_ns - lease_ns:
+            return observation.now_ns
+        return max(newest_ns, observation.others_seen_ns)
 
     def _watch_others(self, observation: Observation) -> None:
         """Note since when the server has received from other nodes without a pause."""
@@ -110,7 +126,8 @@ class LostNodeDetector(Detector):
         return lateness[int(_LATENESS_QUANTILE * (len(lateness) - 1))] if lateness else 0.0
 
     def _silent_seconds(self, node: str, observation: Observation) -> float:
-        since_ns = max(observation.last_seen_ns.get(node, 0), self._receiving_since_ns or 0)
+        since_ns = max(observation.last_seen_ns.get(node, 0), self._silent_since_ns[node])
+        self._silent_since_ns[node] = since_ns
         return (observation.now_ns - since_ns) / 1e9
 
     def _failure(self, node: str, seconds: float, observation: Observation) -> Finding:

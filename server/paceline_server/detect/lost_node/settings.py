@@ -13,7 +13,7 @@ class LostNodeSettings:
     # spool is being sent.
     most_lateness_seconds: float = 60.0
     # After a longer pause between two ticks, during which the server received nothing, silence is
-    # measured from then on.
+    # measured from then on. While nothing arrives from any node for longer, silence does not grow.
     own_pause_seconds: float = 2.0
     # After this share of the lease, the ranks of other nodes are searched for signs that those of
     # the node still work.
