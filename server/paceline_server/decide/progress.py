@@ -36,7 +36,8 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     highest_step: int | None = None  # finished by the generation that ends
     has_saved: bool = False  # the same for `JobView.has_saved`
     saved_step: int | None = None  # steps completed in the checkpoint that it stops after
-    saved_before: int | None = None  # the newest checkpoint when the wait began
+    # the newest checkpoint when the wait began, or when a stop without one was proposed
+    saved_before: int | None = None
     last_step: int = 0  # after which the wait is given up
     known_step: int | None = None  # newest known checkpoint when the new generation started
     first_step: int | None = None  # first step that the new generation finished

@@ -143,6 +143,8 @@ def _update_proposals(draft: Draft) -> None:
         if (remark := _launch_remark(draft, action)) != progress.launch_remark:
             progress = replace(progress, launch_remark=remark)
             is_outdated = True
+        if (saving := _with_later_checkpoint(draft, action, progress)) is not None:
+            progress, is_outdated = saving, True
         updated = _with_figures(draft, action, progress)
         if _is_due(draft, updated):
             begun = replace(progress, held=False, after_window=False, remark="")
@@ -151,6 +153,31 @@ def _update_proposals(draft: Draft) -> None:
         # decision.
         elif is_outdated or _is_news(action, updated):
             draft.put_action(updated)
+
+
+def _with_later_checkpoint(
+    draft: Draft, action: ActionView, progress: ActionProgress
+) -> ActionProgress | None:
+    """Return a proposal to stop at once as one to wait, if the script has saved by itself since."""
+    newest = draft.view.checkpoint_step
+    if progress.planned or action.incident_id is None or draft.view.can_checkpoint is True:
+        return None
+    if newest in (None, progress.saved_before):
+        return None
+    remedy = remedy_for(draft, draft.incident(action.incident_id))
+    is_same = remedy is not None and remedy.planned and remedy.exclude == action.exclude_nodes
+    if remedy is None or not is_same or not is_progressing(draft):
+        return None
+    progress = replace(progress, planned=True, kept_ratio=remedy.kept_ratio, remark="")
+    progress, is_free = _with_way_to_save(draft, progress)
+    if not progress.planned:
+        return None
+    if is_free and draft.maintenance is not None:
+        return replace(progress, held=True, remark=_in_maintenance(draft.maintenance))
+    if not is_free or draft.policy.mode != "auto":
+        return progress
+    remark = _reason_to_hold(draft, _with_figures(draft, action, progress))
+    return replace(progress, held=True, remark=remark)
 
 
 def _is_moot(draft: Draft, action: ActionView) -> bool:
@@ -382,13 +409,7 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
     if draft.policy.mode == "auto" and refusal is not None and not remedy.needs_person:
         _refuse(draft, incident, remedy, refusal)
         return
-    progress = _first_progress(remedy)
-    is_free = not remedy.planned or draft.view.can_checkpoint is True
-    if not is_free and expected_checkpoint(draft.view) is not None:
-        is_free = resumes(draft.view, draft.policy)
-        progress = replace(progress, waits=True, remark="" if is_free else _MAY_NOT_RESUME)
-    elif not is_free:
-        progress = replace(progress, planned=False, remark=_NO_CHECKPOINT)
+    progress, is_free = _with_way_to_save(draft, _first_progress(remedy))
     if remedy.needs_person:
         is_free = False
         progress = replace(progress, remark=remedy.needs_person)
@@ -418,18 +439,38 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         request_launch(draft, action, "check")
     if not acts:
         draft.put_action(action)
-    elif remedy.planned and action.worth is not None and not action.worth.is_positive:
-        held = replace(progress, held=True, remark=_NOT_WORTH_IT)
-        draft.put_action(_with_figures(draft, action, held))
-    elif remedy.planned and not _is_in_window(draft):
-        windows = ", ".join(draft.policy.planned_restart_windows)
-        held = replace(progress, held=True, remark=_WAITS_FOR_WINDOW.format(windows))
-        draft.put_action(_with_figures(draft, action, held))
-    elif asks:
-        held = replace(progress, held=True, remark=_ASKS_LAUNCHER)
+    elif remedy.planned and (remark := _reason_to_hold(draft, action)):
+        held = replace(progress, held=True, remark=remark)
         draft.put_action(_with_figures(draft, action, held))
     else:
         begin_restart(draft, replace(action, reason=reason))
+
+
+def _with_way_to_save(draft: Draft, progress: ActionProgress) -> tuple[ActionProgress, bool]:
+    """Return how a planned restart saves, and whether it may begin without a person.
+
+    One that cannot save is unplanned.
+    """
+    if not progress.planned or draft.view.can_checkpoint is True:
+        return progress, True
+    if expected_checkpoint(draft.view) is None:
+        return replace(
+            progress,
+            planned=False,
+            saved_before=draft.view.checkpoint_step,
+            remark=_NO_CHECKPOINT,
+        ), False
+    is_free = resumes(draft.view, draft.policy)
+    return replace(progress, waits=True, remark="" if is_free else _MAY_NOT_RESUME), is_free
+
+
+def _reason_to_hold(draft: Draft, action: ActionView) -> str:
+    """Return why a planned restart that mode `auto` may begin has to wait; empty: it need not."""
+    if action.worth is not None and not action.worth.is_positive:
+        return _NOT_WORTH_IT
+    if not _is_in_window(draft):
+        return _WAITS_FOR_WINDOW.format(", ".join(draft.policy.planned_restart_windows))
+    return "" if draft.view.launch is None else _ASKS_LAUNCHER
 
 
 def _give_up(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
@@ -453,7 +494,9 @@ def _propose_what_was_called_off(draft: Draft) -> None:
             kind="restart", why=progress.why, exclude=action.exclude_nodes, node=progress.node
         )
         remark = f"A person has to approve it: {progress.trouble}"
-        again = replace(_first_progress(remedy), remark=remark)
+        again = replace(
+            _first_progress(remedy), saved_before=draft.view.checkpoint_step, remark=remark
+        )
         reason = restart_reason(again, remedy.exclude)
         proposed = _record(draft, _incident_of(draft, action), remedy, "proposed", reason)
         proposed = draft.put_action(_with_figures(draft, proposed, again))

@@ -106,6 +106,47 @@ def test_without_a_checkpoint_for_three_intervals_it_is_proposed_with_its_price(
     assert "since the checkpoint of step 80" in proposed.reason
 
 
+@pytest.mark.parametrize(("mode", "resumes"), [("auto", True), ("auto", None), ("approve", True)])
+def test_once_the_script_saves_again_the_proposal_is_to_wait_again(
+    world: World, mode: str, resumes: bool | None
+) -> None:
+    world.policy = Policy(mode="auto", resumes="yes")
+    world.tick((world.finding(),))
+    world.can_save = False
+    world.until(lambda: not restart(world).is_waiting, 120.0)
+    assert "since the checkpoint of step 80" in world.one_action("restart", "proposed").reason
+    world.policy = Policy(mode=mode)  # type: ignore[arg-type]
+    world.experience = replace(world.experience, resumes=resumes)
+    world.can_save = True
+    world.until(lambda: (world.checkpoint_step or 0) > 2 * EVERY, 60.0)
+    world.run(1.0)
+    action = restart(world)
+    assert action.reason.startswith("Restart without node-1 after the script's own next checkpoint")
+    if mode != "auto" or not resumes:
+        assert (action.state, world.generation) == ("proposed", 1)
+        assert ("not known to resume" in action.reason) is not resumes
+        world.people(action, "approved")
+    world.until(lambda: world.phase() == "wait")
+    world.until_running(2)
+    assert restart(world).lost_steps == 1
+
+
+def test_a_slowdown_before_the_second_checkpoint_waits_for_the_third() -> None:
+    world = World(policy=Policy(mode="auto"))
+    world.can_checkpoint, world.answers, world.checkpoint_every = False, False, EVERY
+    world.experience = Experience(resumes=True)
+    world.until_running(1)
+    world.until(lambda: world.highest_step == EVERY + 4)
+    world.tick((world.finding(),))
+    assert restart(world).state == "proposed"
+    assert "cannot save a checkpoint on command" in restart(world).reason
+    world.until(lambda: world.phase() == "wait", 60.0)
+    assert world.checkpoint_step == 2 * EVERY
+    assert "A person" not in restart(world).reason
+    world.until_running(2)
+    assert world.checkpoint_step == 3 * EVERY
+
+
 def test_its_state_is_in_the_action(world: World) -> None:
     """A server that restarts continues to wait: `decide` keeps nothing between two calls."""
     world.tick((world.finding(),))
