@@ -55,7 +55,7 @@ class LostNodeDetector(Detector):
         if not 0 <= elapsed_ns <= pause_ns:
             self._silent_since_ns = dict.fromkeys(nodes, observation.now_ns)
             self._witnessed_since_ns = None
-        elif observation.now_ns - self._heard_ns(observation) > pause_ns:
+        elif observation.now_ns - self._newest_received_ns(observation) > pause_ns:
             for node in nodes:
                 self._silent_since_ns[node] += elapsed_ns
         self._watch_others(observation)
@@ -91,7 +91,7 @@ class LostNodeDetector(Detector):
         # Not cleared if the node responds again: its ranks may have died meanwhile.
         return findings
 
-    def _heard_ns(self, observation: Observation) -> int:
+    def _newest_received_ns(self, observation: Observation) -> int:
         """Return when the newest batch of any node was received; now for the only node there is.
 
         The silence of one node that has no others beside it may be its own.
