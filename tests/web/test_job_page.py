@@ -201,6 +201,47 @@ def test_rejected_decision_shows_the_reason(story: Any, visit: Callable[..., Any
     watch.refused.remove(409)
 
 
+def test_a_restart_can_be_requested_without_a_node(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    page.get_by_role("button", name="Restart…").click()
+    dialog = page.get_by_role("dialog", name="Restart gpt <b>stdlib</b>")
+    expect(dialog.get_by_role("checkbox", name="Save a checkpoint first")).to_be_checked()
+    expect(dialog.get_by_role("group").get_by_role("checkbox")).to_have_count(4)
+    dialog.get_by_role("checkbox", name="node-1").check()
+    dialog.get_by_label("Comment").fill("its NIC flaps")
+    dialog.get_by_role("button", name="Restart job").click()
+    expect(dialog).to_have_count(0)
+    action = page.locator(".others .action").filter(has_text="requested by")
+    expect(action.locator("p")).to_have_text(
+        re.compile(r"Checkpoint and restart without node-1: requested by .*: its NIC flaps\.")
+    )
+    expect(action).to_be_visible()
+    expect(page.get_by_role("button", name="Restart…")).to_have_count(0)
+    with story.site.database.read() as session:
+        rows = session.query(models.ActionRow).filter_by(state="approved").all()
+        assert [row.view.exclude_nodes for row in rows] == [["node-1"]]
+
+
+def test_a_refused_restart_shows_the_reason(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    watch = visit(story.url)
+    page = watch.page
+    live(page)
+    page.get_by_role("button", name="Restart…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("checkbox", name="Save a checkpoint first").uncheck()
+    expect(dialog).to_contain_text("The ranks are stopped at once.")
+    with story.site.database.write() as session:
+        session.get_one(models.JobRow, story.job_id).state = "finished"
+    dialog.get_by_role("button", name="Restart job").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("The job is finished")
+    watch.refused.remove(409)
+    dialog.get_by_role("button", name="Cancel").click()
+    expect(dialog).to_have_count(0)
+
+
 def test_proposal_has_no_buttons_outside_mode_approve(
     story: Any, visit: Callable[..., Any]
 ) -> None:

@@ -15,6 +15,7 @@ export type Ledger = Schemas["LedgerModel"];
 export type Node = Schemas["Node"];
 export type Rank = Schemas["Rank"];
 export type RecoveryReport = Schemas["RecoveryReport"];
+export type RestartRequest = Schemas["RestartRequest"];
 export type Step = Schemas["Step"];
 export type Topology = Schemas["TopologyModel"];
 export type Verdict = Schemas["Verdict"];
@@ -172,14 +173,18 @@ export function address(path: string, parameters: Parameters = {}): string {
   return rest.size === 0 ? filled : `${filled}?${query}`;
 }
 
-async function decide(path: keyof paths, action_id: string): Promise<Action> {
-  const response = await request(address(path, { action_id }), {
+async function post<T>(path: keyof paths, parameters: Parameters, body: object): Promise<T> {
+  const response = await request(address(path, parameters), {
     method: "POST",
     signal: AbortSignal.timeout(TIMEOUT_MS),
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ comment: "" }),
+    body: JSON.stringify(body),
   });
   return content(response);
+}
+
+function decide(path: keyof paths, action_id: string): Promise<Action> {
+  return post(path, { action_id }, { comment: "" });
 }
 
 /** How many steps a page keeps: at 0.5 s per step, the last 17 minutes. */
@@ -207,4 +212,6 @@ export const api = {
   recoveries: (job: string) => get<RecoveryReport>("/api/v1/recoveries", { job, days: RECOVERY_DAYS }),
   approve: (id: string) => decide("/api/v1/actions/{action_id}/approve", id),
   reject: (id: string) => decide("/api/v1/actions/{action_id}/reject", id),
+  restart: (job_id: string, body: RestartRequest) =>
+    post<Action>("/api/v1/jobs/{job_id}/restart", { job_id }, body),
 };

@@ -32,6 +32,8 @@ export type Change =
   | { type: "steps"; data: Step[] }
   /** The response to a decision; `before`: the action on which the person decided. */
   | { type: "decided"; data: Action; before: Action }
+  /** The response to a request. */
+  | { type: "requested"; data: Action }
   | { type: "complete" };
 
 const TYPES: ReadonlySet<string> = new Set(["job", "step", "ranks", "incident", "action", "node"]);
@@ -100,6 +102,11 @@ export function apply(state: JobState, changes: readonly Change[]): JobState {
       case "decided":
         // An event that arrived first may be newer; if it is not, another one follows.
         if (next.actions.includes(change.before))
+          next = { ...next, actions: put(next.actions, change.data, newestFirst("created_at")) };
+        break;
+      case "requested":
+        // An event that arrived first may be newer.
+        if (!next.actions.some(({ id }) => id === change.data.id))
           next = { ...next, actions: put(next.actions, change.data, newestFirst("created_at")) };
         break;
       case "nodes":

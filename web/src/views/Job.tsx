@@ -1,6 +1,6 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 
-import type { Incident, Job, Node, WhatIf as Replay } from "../api";
+import type { Action, Incident, Job, Node, WhatIf as Replay } from "../api";
 import * as chart from "../chart";
 import { ActionCard, type Decided } from "../components/ActionCard";
 import { Ago } from "../components/Ago";
@@ -14,6 +14,7 @@ import { LedgerBar } from "../components/LedgerBar";
 import { Nodes, troubled } from "../components/Nodes";
 import { Panel } from "../components/Panel";
 import { Recoveries } from "../components/Recoveries";
+import { RestartJob } from "../components/RestartJob";
 import { TimeChart } from "../components/TimeChart";
 import { WhatIf } from "../components/WhatIf";
 import * as format from "../format";
@@ -63,6 +64,10 @@ export function JobView({ id }: { id: string }) {
         onDecided={(action, before) => {
           live.push({ type: "decided", data: action, before });
         }}
+        onRequested={(action) => {
+          live.push({ type: "requested", data: action });
+          location.hash = "incidents";
+        }}
       />
     </>
   );
@@ -89,9 +94,10 @@ interface PageProps {
   state: JobState;
   connection: Connection;
   onDecided: Decided;
+  onRequested: (action: Action) => void;
 }
 
-function JobPage({ state, connection, onDecided }: PageProps) {
+function JobPage({ state, connection, onDecided, onRequested }: PageProps) {
   const { job, steps, incidents, actions, grid, nodes } = state;
   const times = useMemo(() => chart.points(steps, (step) => step.duration_seconds), [steps]);
   const losses = useMemo(() => chart.points(steps, (step) => step.loss), [steps]);
@@ -106,7 +112,11 @@ function JobPage({ state, connection, onDecided }: PageProps) {
 
   return (
     <article class="job" data-connection={connection} aria-busy={!state.complete}>
-      <VerdictBanner job={job} incidents={incidents} connection={connection} />
+      <VerdictBanner job={job} incidents={incidents} connection={connection}>
+        {canRestart(job, actions) && (
+          <RestartJob job={job} nodes={[...placed.keys()].sort()} onRequested={onRequested} />
+        )}
+      </VerdictBanner>
       <Stats job={job} ended={state.ranks.filter((rank) => rank.state === "exited").length} />
       <div class="columns">
         <div class="column">
@@ -214,8 +224,20 @@ function window({ first_step, last_step }: { first_step: number | null; last_ste
   return first_step === last_step ? steps : `median of ${steps}`;
 }
 
-function VerdictBanner(props: { job: Job; incidents: readonly Incident[]; connection: Connection }) {
-  const { job, incidents, connection } = props;
+const UNFINISHED: readonly Action["state"][] = ["proposed", "approved", "running"];
+
+function canRestart(job: Job, actions: readonly Action[]): boolean {
+  const isUnderWay = actions.some(({ state }) => state === "approved" || state === "running");
+  return (job.state === "starting" || job.state === "running") && !isUnderWay;
+}
+
+function VerdictBanner(props: {
+  job: Job;
+  incidents: readonly Incident[];
+  connection: Connection;
+  children: preact.ComponentChildren;
+}) {
+  const { job, incidents, connection, children } = props;
   const incident = incidents.find(({ id }) => id === job.verdict.incident_id);
   const appearance = appearanceOfVerdict(job.verdict, job, incident);
   return (
@@ -238,6 +260,7 @@ function VerdictBanner(props: { job: Job; incidents: readonly Incident[]; connec
           Review {format.plural(job.pending_actions, "action")}
         </a>
       )}
+      {children}
     </header>
   );
 }
@@ -321,7 +344,7 @@ function Stat(props: {
 /** More resolved incidents than this are shown on request. */
 const RESOLVED_SHOWN = 10;
 
-function Incidents({ state, connection, onDecided }: PageProps) {
+function Incidents({ state, connection, onDecided }: Omit<PageProps, "onRequested">) {
   const { job, incidents, actions } = state;
   const [all, setAll] = useState(false);
   const open = incidents.filter((incident) => incident.state !== "resolved");
@@ -353,7 +376,7 @@ function Incidents({ state, connection, onDecided }: PageProps) {
         </button>
       )}
       {others.length > 0 && (
-        <details class="others" open={others.some(({ state }) => state === "proposed")}>
+        <details class="others" open={others.some(({ state }) => UNFINISHED.includes(state))}>
           <summary>{format.plural(others.length, "other action")}</summary>
           {others.map((action) => (
             <ActionCard key={action.id} action={action} mode={job.mode} connection={connection} onDecided={onDecided} />
