@@ -22,7 +22,7 @@ from paceline_server.decide.nodes import (
 from paceline_server.decide.placement import place
 from paceline_server.decide.progress import ActionProgress, progress_of, restart_reason
 from paceline_server.decide.types import ActionView
-from paceline_server.decide.wording import join_names
+from paceline_server.decide.wording import join_names, steps_text
 
 LAUNCHER_SECONDS = 300.0  # for the launcher to say whether it can restart the job
 _WITHOUT = (
@@ -31,6 +31,9 @@ _WITHOUT = (
 )
 _CANNOT_SAVE = (
     "The script cannot save a checkpoint on command, and is not known to save by itself; "
+)
+_SAVES_TOO_OFTEN = (
+    "The script saves a checkpoint {}, so often that a stop could hit a save in progress; "
 )
 _DOES_NOT_RESUME = (
     "The script does not resume from its checkpoints (policy `resumes`, or its last restart), so "
@@ -97,7 +100,11 @@ def prepare(draft: Draft, action: ActionView) -> ActionProgress | str:
     if draft.view.can_checkpoint is True:
         return progress
     if expected_checkpoint(draft.view) is None:
-        return _CANNOT_SAVE + _WITHOUT
+        interval = draft.view.experience.checkpoint_interval_steps
+        if not interval:
+            return _CANNOT_SAVE + _WITHOUT
+        often = "after each step" if interval == 1 else f"every {steps_text(interval)}"
+        return _SAVES_TOO_OFTEN.format(often) + _WITHOUT
     if resumes(draft.view, draft.policy):
         return replace(progress, waits=True)
     if draft.policy.resumes == "no" or draft.view.experience.resumes is False:

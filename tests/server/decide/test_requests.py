@@ -70,6 +70,7 @@ def test_without_a_checkpoint_the_ranks_are_stopped_at_once(world: World) -> Non
     ("obstacle", "text"),
     [
         ("does not save", "cannot save a checkpoint on command"),
+        ("saves too often", "saves a checkpoint every 10 steps, so often that a stop could hit"),
         ("reports no step", "has reported no step"),
         ("has ranks that finished", "is about to end"),
         ("is silent", "The agent of node-1 is silent"),
@@ -79,6 +80,8 @@ def test_without_a_checkpoint_the_ranks_are_stopped_at_once(world: World) -> Non
 def test_ranks_that_cannot_save_are_not_stopped(world: World, obstacle: str, text: str) -> None:
     exclude: tuple[str, ...] = ()
     if obstacle == "does not save":
+        world.can_checkpoint, world.experience = False, Experience()
+    elif obstacle == "saves too often":
         world.can_checkpoint = False
     elif obstacle == "reports no step":
         world.highest_step = None

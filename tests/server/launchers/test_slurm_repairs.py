@@ -288,6 +288,33 @@ def test_a_slow_node_is_replaced_after_the_jobs_own_checkpoint(
     assert done["resumed_step"] >= before
 
 
+def test_a_person_requests_a_restart_without_a_node(
+    slurm: SlurmCluster,
+    observed: Callable[..., Observed],
+    wait_for: Callable[..., Any],
+) -> None:
+    """The script saves after each step, so that no pause between two saves can be awaited."""
+    server, _, job, shown = observed("gloo", options="--open-mode=append", launcher_mode="approve")
+    wait_for(lambda: shown.job()["step"] >= 40, "checkpoints of the script", seconds=120.0)
+    left_out = job.node(1)
+    request = {"exclude_nodes": [left_out], "comment": "its NIC flaps"}
+    address = f"/api/v1/jobs/{job.name}/restart"
+    assert server.client.post(address, json=request).status_code == 202
+    wait_for(lambda: [one["state"] for one in shown.restarts()] == ["failed"], "the refusal")
+    assert "so often" in shown.restarts()[0]["error"]
+    response = server.client.post(address, json={**request, "checkpoint": False})
+    assert response.status_code == 202
+    before = int((job.directory / "step").read_text())
+    wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
+    assert job.requeues() == 1
+    assert left_out not in (job.node(0), job.node(1))
+    action = shown.restarts()[0]
+    assert (action["state"], action["lost_steps"]) == ("done", 0)
+    assert action["resumed_step"] >= before
+    assert slurm.states()[left_out].startswith("drain")
+    assert action["id"] in slurm.drain_reason(left_out)
+
+
 def test_in_mode_approve_a_person_decides(
     slurm: SlurmCluster,
     observed: Callable[..., Observed],
