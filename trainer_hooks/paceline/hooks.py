@@ -14,7 +14,7 @@ import os
 import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from operator import index
 from typing import Any, ParamSpec, TypeVar
@@ -44,7 +44,7 @@ from paceline.recorder import Recorder
 from paceline.schedules import ScheduleRecognizer
 from paceline.sections import INERT
 from paceline.session import OPTIMIZER, Session, log_once
-from paceline.system_exit import ending_of
+from paceline.system_exit import SystemExitWatch, ending_of
 from paceline.topology import TopologyRecognizer
 from paceline.writer.interface import Timed
 from paceline_autostart.exits import before_exit
@@ -75,6 +75,7 @@ def _nothing(*_: object) -> None:
 
 
 _session: Session | None = None
+_exit_watch: SystemExitWatch | None = None  # of a process that may have no session
 _has_stopped = False  # on a command to save and stop, which was answered with DONE
 _owner = get_ident()
 # The recorder's fast paths, as module globals: one lookup less per call.
@@ -922,9 +923,19 @@ def _fail(ending: Ending) -> None:
     _stop()
 
 
+def watch_exit(completed_steps: Callable[[], int | None]) -> None:
+    """Let `exits_with_error` know how the process ends also if nothing is recorded."""
+    global _exit_watch
+    if _session is None and _exit_watch is None:
+        with suppress(AttributeError):
+            _exit_watch = SystemExitWatch(sys.stderr, completed_steps)
+
+
 def exits_with_error() -> bool:
-    """Return whether a `SystemExit` ends this process with an error; known if it is recorded."""
-    return _session is not None and _session.exit_ending() is not None
+    """Return whether a `SystemExit` ends this process with an error; known if it is watched."""
+    if _session is not None and _session.exit_ending() is not None:
+        return True
+    return _exit_watch is not None and _exit_watch.ending is not None
 
 
 def stopping() -> None:

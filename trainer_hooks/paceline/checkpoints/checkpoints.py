@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakMethod, finalize
+from weakref import WeakMethod, finalize, ref
 
 import msgspec
 import torch.distributed as dist
@@ -181,6 +181,8 @@ class Checkpoints:
         hooks.describe_repair(roll_back=True)
         self._replicas = None if group is None else self._open_replicas(f"{run}/{generation}")
         if self._copies is not None:
+            watched = ref(self)
+            hooks.watch_exit(lambda: None if (state := watched()) is None else state.step)
             requests.before_end(self._end_copies)
             requests.before_end(end_dropped)
             if group is None:

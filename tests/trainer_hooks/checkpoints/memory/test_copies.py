@@ -153,14 +153,16 @@ print(state.resumed_from, state.resumed_step)
 
 
 @pytest.mark.parametrize("error", ["fail", "exit"])
+@pytest.mark.parametrize("has_agent", [True, False])
 def test_copies_are_kept_if_an_error_ends_the_training(
-    tmp_path: Path, root: Path, error: str
+    tmp_path: Path, root: Path, error: str, has_agent: bool
 ) -> None:
     def run(how: str) -> str:
         environment = os.environ | {"PACELINE_RING_DIRECTORY": str(tmp_path / "rings")}
         return forked_python.run(["-c", SCRIPT, tmp_path / "saved", how], environment).stdout
 
-    (tmp_path / "rings").mkdir()
+    if has_agent:
+        (tmp_path / "rings").mkdir()
     assert run(error) == ""
     assert len(list(root.glob("*/*.copy"))) > 0
     assert run("end") == "memory 7\n"
