@@ -14,7 +14,7 @@ import os
 import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cache, partial
 from operator import index
 from typing import Any, ParamSpec, TypeVar
@@ -923,12 +923,21 @@ def _fail(ending: Ending) -> None:
     _stop()
 
 
-def watch_exit(completed_steps: Callable[[], int | None]) -> None:
-    """Let `exits_with_error` know how the process ends also if nothing is recorded."""
+def watch_exit(completed_steps: Callable[[], int | None], call: Callable[[], object]) -> None:
+    """Let `exits_with_error` know how the process ends also if nothing is recorded.
+
+    Args:
+        completed_steps: see `SystemExitWatch`.
+        call: made when the main thread calls `sys.exit`.
+    """
     global _exit_watch
-    if _session is None and _exit_watch is None:
-        with suppress(AttributeError):
-            _exit_watch = SystemExitWatch(sys.stderr, completed_steps)
+    watch = _exit_watch if _session is None else _session.exit_watch
+    if watch is None:
+        try:
+            watch = _exit_watch = SystemExitWatch(sys.stderr, completed_steps)
+        except AttributeError:  # of a stream of the script's own
+            return
+    watch.calls.append(call)
 
 
 def exits_with_error() -> bool:

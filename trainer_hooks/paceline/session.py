@@ -92,7 +92,7 @@ class Session:
         self.backward_phase = Section(recorder, Op.BACKWARD)
         self.recognition = Recognition(self)
         self.steps_ended = 0
-        self._exit: SystemExitWatch | None = None
+        self.exit_watch: SystemExitWatch | None = None
         self._events: TorchEvents | None = None  # set while torch is watched
         self.marks_evaluations = False  # an adapter times each of them: none is recognized
         self.created = 0  # sections and actions
@@ -244,16 +244,16 @@ class Session:
 
     def watch_exit(self) -> None:
         """Keep the `SystemExit` that ends the process from now on."""
-        self._exit = SystemExitWatch(sys.stderr, self.loop.completed_steps)
+        self.exit_watch = SystemExitWatch(sys.stderr, self.loop.completed_steps)
 
     def unwatch_exit(self) -> None:
-        if self._exit is not None:
-            self._exit.stop()
-            self._exit = None
+        if self.exit_watch is not None:
+            self.exit_watch.stop()
+            self.exit_watch = None
 
     def exit_ending(self) -> Ending | None:
         """Return how a `SystemExit` ends the process; None if none does, or with the code 0."""
-        return None if self._exit is None else self._exit.ending
+        return None if self.exit_watch is None else self.exit_watch.ending
 
     def watch_optimizers(self) -> None:
         """Report optimizer steps from now on; not from inside of one. Without it, they are reported

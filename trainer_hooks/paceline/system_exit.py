@@ -60,6 +60,7 @@ class SystemExitWatch:
 
     def __init__(self, stream: Any, completed_steps: Callable[[], int | None]) -> None:
         """Start to watch. Raises AttributeError if the stream does not allow it."""
+        self.calls: list[Callable[[], object]] = []  # made when the main thread calls `sys.exit`
         self._completed_steps = completed_steps
         self._text = ""
         self._exit: tuple[Ending, int | None] | None = None
@@ -111,6 +112,8 @@ class SystemExitWatch:
         with suppress(Exception):
             if get_ident() == main_thread().ident:  # in another thread it ends that one
                 self._exit = self._numbered(status, sys._getframe(2))
+                for call in self.calls:
+                    call()
 
     def _numbered(self, status: Any, caller: FrameType) -> tuple[Ending, int | None] | None:
         """Return how the process ends with this number, and after how many steps."""

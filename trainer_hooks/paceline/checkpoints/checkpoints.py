@@ -182,13 +182,16 @@ class Checkpoints:
         self._replicas = None if group is None else self._open_replicas(f"{run}/{generation}")
         if self._copies is not None:
             watched = ref(self)
-            hooks.watch_exit(lambda: None if (state := watched()) is None else state.step)
+            hooks.watch_exit(
+                lambda: None if (state := watched()) is None else state.step,
+                partial(_call, WeakMethod(self._position.exits)),
+            )
             requests.before_end(self._end_copies)
             requests.before_end(end_dropped)
-            if group is None:
-                atexit.register(_call, WeakMethod(self._end_copies))
-                atexit.unregister(end_dropped)
-                atexit.register(end_dropped)
+            # Many scripts do not destroy their process group.
+            atexit.register(_call, WeakMethod(self._end_copies))
+            atexit.unregister(end_dropped)
+            atexit.register(end_dropped)
         kept = self._copies, self._replicas, self._position, self._driver
         finalize(self, _drop, *kept).atexit = False
 
@@ -371,6 +374,7 @@ class Checkpoints:
             self._batches.is_replaced = True
         self._batches = SkippingBatches(batches)
         self._skip_if_due()
+        self._position.is_in_loop, self._position.is_left_by_exit = True, False
         return iter(()) if self._act() else self._batches
 
     def _refuse_uneven_steps(self) -> None:
@@ -443,7 +447,7 @@ class Checkpoints:
         """End the epoch. A step that was followed by `break` is counted here."""
         if self._counts_optimizers:
             self._count_step()
-        self._taken = False
+        self._taken = self._position.is_in_loop = False
         self._position.is_over = self._batches is not None and self._batches.is_over
         if self._agreement is not None:
             self._agreement.leave()
@@ -487,7 +491,8 @@ class Checkpoints:
 
     def _end_copies(self) -> None:
         if self._copies is not None:
-            self._copies.close_at_end(is_complete=self._is_searched and not self.stopped)
+            is_left = self.stopped or self._position.is_left_by_exit
+            self._copies.close_at_end(is_complete=self._is_searched and not is_left)
 
     def _save(self) -> None:
         self._saved_at = started = monotonic()
@@ -625,7 +630,8 @@ def _drop(
     if replicas is not None:
         replicas.end()
     if copies is not None:
-        copies.drop(is_complete=position.epoch >= 0 and not driver.stopped)
+        is_left = driver.stopped or position.is_left_by_exit
+        copies.drop(is_complete=position.epoch >= 0 and not is_left)
 
 
 def _call(reference: WeakMethod[Callable[[], object]], *_: object) -> None:

@@ -27,6 +27,8 @@ class DataPosition:
         self.epoch = -1  # number of the one in progress
         self.batches = 0  # taken in this epoch
         self.is_over = False  # this epoch, and its loop was left
+        self.is_in_loop = False
+        self.is_left_by_exit = False  # the script called `sys.exit` in its loop, as on a signal
         self.batches_per_step = 1  # in the newest step: more if it accumulates gradients
         self._in_step = 0
         self._in_steps = 0  # batches of this epoch that belong to completed steps
@@ -52,6 +54,10 @@ class DataPosition:
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
+
+    def exits(self) -> None:
+        """Note that the script calls `sys.exit`."""
+        self.is_left_by_exit = self.is_in_loop
 
     def took(self, skipped: int = 0) -> None:
         """Count a batch that was taken, and those that were left out before it."""

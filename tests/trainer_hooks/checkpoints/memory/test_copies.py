@@ -169,6 +169,53 @@ def test_copies_are_kept_if_an_error_ends_the_training(
     assert list(root.iterdir()) == []
 
 
+RANK_SCRIPT = """
+import os, sys, time, torch, torch.distributed as dist, paceline
+rank, directory, end = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=2)
+
+def main():
+    weight = torch.zeros(3)
+    state = paceline.Checkpoints(f"{directory}/saved", every=0, memory=True, weight=weight)
+    for number in paceline.steps(range(9), state=state):
+        while state._copies._is_writing and not state._copies.is_off:
+            time.sleep(0.001)
+        if number == 7 and end == "preempted":
+            sys.exit(0)
+        if number == 7 and end == "break":
+            break
+    assert not state._copies.is_off
+    return state if "keep" in sys.argv else None
+
+kept = main()
+if end == "exit":
+    sys.exit(0)
+if end == "failed":
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("kept", ["keep", "drop"])
+@pytest.mark.parametrize(
+    ("end", "remain"),
+    [("end", False), ("break", False), ("exit", False), ("failed", True), ("preempted", True)],
+)
+def test_copies_of_ranks_that_do_not_destroy_their_process_group(
+    tmp_path: Path, root: Path, end: str, remain: bool, kept: str
+) -> None:
+    """They were left in memory for a day. A signal handler may call `sys.exit` in the loop."""
+    environment = os.environ | {"PACELINE_RING_DIRECTORY": "", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        forked_python.ForkedPython(["-c", RANK_SCRIPT, rank, tmp_path, end, kept], environment)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=150)
+        assert (rank.returncode, errors) == (int(end == "failed"), "")
+    assert bool(list(root.glob("*/*.copy"))) is remain
+
+
 def test_a_copy_with_nan_is_not_loaded(tmp_path: Path) -> None:
     def spoil(step: int) -> None:
         if step == 4:
