@@ -75,7 +75,7 @@ def _nothing(*_: object) -> None:
 
 
 _session: Session | None = None
-_exit_watch: SystemExitWatch | None = None  # of a process that may have no session
+_exit_watch: SystemExitWatch | None = None  # that `watch_exit` started
 _has_stopped = False  # on a command to save and stop, which was answered with DONE
 _owner = get_ident()
 # The recorder's fast paths, as module globals: one lookup less per call.

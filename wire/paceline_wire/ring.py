@@ -149,6 +149,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     gpu_uuid: str | None = None
     metadata: dict[str, str] = {}  # framework versions, schedule, whether kernels are emulated
     is_reserved: bool = False  # by the launcher, for a rank that has recorded nothing yet
+    user: int | None = None  # uid of the file's owner, as the agent reports it; None in the ring
 
 
 class SectionDefinition(msgspec.Struct, frozen=True, tag="section"):

@@ -409,8 +409,8 @@ class Rings:
         self._attached[path] = attached = _AttachedRing(reader, key, pid, process, end)
         attached.seen_alive = self._is_alive(attached)
         log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
-        event = RankAttached(time_ns=timeline_ns(), identity=self._with_gpu(identity, pid))
-        self._outbox.put_events([event])
+        reported = replace(self._with_gpu(identity, pid), user=reader.status.st_uid)
+        self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=reported)])
 
     def _with_gpu(self, identity: Identity, pid: int) -> Identity:
         """Return the identity with the GPU that the environment of a rank makes visible to it.

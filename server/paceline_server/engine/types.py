@@ -46,6 +46,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     was_found: bool = False  # external job: found running at `started_ns`
     resume_step: int | None = None  # first step of this generation, if known
     launch: Launch | None = None  # external job whose launcher is known
+    users: list[int] = []  # external job: uids of its ranks, as their nodes report them
     # by rank: the generation that it reports, if it differs from `generation`
     reported_generations: dict[int, int] = msgspec.field(default_factory=dict, name="said")
 

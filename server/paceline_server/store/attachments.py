@@ -22,6 +22,7 @@ from paceline_wire.ring import Identity
 from paceline_wire.topology import RANKS_AT_MOST
 
 _SILENT_NS = 5_000_000_000  # longer than the pause of any live agent
+_ROOT = 0
 _CLOCKS_DIFFER_NS = 60_000_000_000  # more than the clocks of two nodes do
 
 
@@ -190,9 +191,22 @@ def is_superseded(session: Session, job: JobRow) -> bool:
         nodes = select(AttachmentRow.agent_id).where(*_conditions(later))
         remaining = select(RankRow.rank).where(RankRow.job_id == job.id, RankRow.state != "exited")
         on_other_nodes = remaining.where(RankRow.agent_id.not_in(nodes)).limit(1)
-        if later.generation > job.generation or session.scalar(on_other_nodes) is None:
+        if session.scalar(on_other_nodes) is None:
+            return True
+        if later.generation > job.generation and not is_of_another_user(session, job, later):
             return True
     return False
+
+
+def is_of_another_user(session: Session, job: JobRow, pending: PendingRun) -> bool:
+    """Return whether no user of the job's current ranks, nor root, runs any of a pending run.
+
+    Agents compare the users of a job on their own node only.
+    """
+    current = session.get(GenerationRow, (job.id, job.generation))
+    users = set() if current is None else set(current.placement.users)
+    later = {row.identity.user for row in ranks_of(session, pending)}
+    return bool(users) and users.isdisjoint(later) and not later & {None, _ROOT}
 
 
 def ranks_of(session: Session, pending: PendingRun) -> Sequence[AttachmentRow]:

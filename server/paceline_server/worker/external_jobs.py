@@ -108,6 +108,8 @@ class ExternalJobs:
                 action = _relaunching(session, job)
                 if action is None:
                     return False  # the worker that owns the job ends it first
+                if attachments.is_of_another_user(session, job, run):
+                    return False
             ranks = attachments.claim(session, run)
             if is_old or len(ranks) != run.world_size:
                 return False
@@ -284,6 +286,7 @@ def _placement_of(
         started_ns=min(attachment.received_ns for attachment in ranks),
         was_found=True,
         launch=launch,
+        users=sorted({each.identity.user for each in ranks if each.identity.user is not None}),
         reported_generations={
             attachment.rank: attachment.generation
             for attachment in ranks

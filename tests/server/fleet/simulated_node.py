@@ -140,6 +140,7 @@ class SimulatedNode:
         generation: int = 0,
         pid: int | None = None,
         metadata: Mapping[str, str] = MappingProxyType({}),
+        user: int | None = None,
     ) -> None:
         """Add a rank that was started outside Paceline on this node."""
         command = commands.StartRanks(
@@ -156,7 +157,7 @@ class SimulatedNode:
             checkpoint_directory=None,
         )
         with self._lock:
-            self._start_rank(command, commands.RankSpec(rank, 0, None), pid, metadata)
+            self._start_rank(command, commands.RankSpec(rank, 0, None), pid, metadata, user)
             self._events = [one for one in self._events if not isinstance(one, RankStarted)]
 
     def report_again(self, rank: int) -> None:
@@ -338,6 +339,7 @@ class SimulatedNode:
         spec: commands.RankSpec,
         pid: int | None = None,
         metadata: Mapping[str, str] = MappingProxyType({}),
+        user: int | None = None,
     ) -> None:
         pid = pid or 1000 + 10 * command.generation + spec.rank
         stepped = time.monotonic() + self.startup_seconds
@@ -356,6 +358,7 @@ class SimulatedNode:
             clock_offset_ns=time.time_ns() - time.monotonic_ns(),
             started_ns=time.monotonic_ns(),
             metadata=dict(metadata),
+            user=user,
         )
         now_ns = time.time_ns()
         self._events += [

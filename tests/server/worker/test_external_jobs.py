@@ -367,6 +367,28 @@ def test_a_second_job_of_the_same_name_waits_for_the_end_of_the_first(
     wait_for(lambda: job("local")["state"] == "running", "the second")
 
 
+@pytest.mark.parametrize(("user", "replaces"), [(1001, False), (1000, True), (0, True)])
+def test_a_later_run_on_another_node_replaces_only_that_of_its_user(
+    nodes: list[SimulatedNode],
+    job: Any,
+    wait_for: Callable[..., Any],
+    user: int,
+    replaces: bool,
+) -> None:
+    """Anyone with a shell on a node can report a rank of any job that has none there."""
+    for number in range(2):
+        nodes[number].run_external("slurm-8", number, PAIR, user=1000)
+    wait_for(lambda: ((job("slurm-8") or {}).get("step") or 0) >= 2, "steps")
+    nodes[2].run_external("slurm-8", 0, Topology(), generation=100, user=user)
+    if not replaces:
+        step = job("slurm-8")["step"]
+        wait_for(lambda: job("slurm-8")["step"] >= step + 8, "more steps")
+        assert (job("slurm-8")["generation"], job("slurm-8")["state"]) == (0, "running")
+        for number in range(2):
+            nodes[number].finish(number)
+    wait_for(lambda: job("slurm-8")["generation"] == 100, "the later run")
+
+
 def test_a_second_job_on_a_node_keeps_it_after_the_first_ends(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
