@@ -54,7 +54,15 @@ def postgresql() -> Iterator[str]:
         pgserver = importlib.import_module("pgserver")
     # PostgreSQL's user must be able to enter it
     directory = tempfile.mkdtemp(prefix="paceline-pg-")
-    cluster = pgserver.get_server(directory, cleanup_mode="stop")
+    with pytest.MonkeyPatch.context() as patch:
+        run = pgserver.postgres_server.pg_ctl
+        # pgserver gives up after 10 s, and a busy machine may take longer to start it.
+        patch.setattr(
+            pgserver.postgres_server,
+            "pg_ctl",
+            lambda words, **options: run(["-t", "120", *words], **options | {"timeout": 130}),
+        )
+        cluster = pgserver.get_server(directory, cleanup_mode="stop")
     uri = cluster.get_uri()
     # Needed only against power cuts; creating a hundred databases is faster without.
     execute(uri, "ALTER SYSTEM SET fsync = off")

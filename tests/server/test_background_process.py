@@ -127,17 +127,18 @@ def test_metrics_include_those_of_the_worker(
     post_job(process.url())
 
     def value(name: str) -> float:
-        """Return the value of the only sample of this name."""
+        """Return the value of the only sample of this name, 0 if there is none yet."""
         text = httpx.get(f"{process.url()}/metrics", timeout=60.0).text
         samples = [
             each for family in text_string_to_metric_families(text) for each in family.samples
         ]
-        (found,) = [sample.value for sample in samples if sample.name == name]
-        return found
+        found = [sample.value for sample in samples if sample.name == name]
+        assert len(found) <= 1
+        return found[0] if found else 0.0
 
     wait_for(lambda: value("paceline_worker_leases") == 1.0, "the lease")
     assert value("paceline_worker_tick_seconds_count") > 0
-    assert value("paceline_streams") == 2.0
+    wait_for(lambda: value("paceline_streams") == 2.0, "the streams of both nodes")
 
 
 def test_each_process_signals_its_commits_to_the_other(

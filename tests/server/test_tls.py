@@ -154,10 +154,10 @@ def test_an_agent_sends_over_tls_and_shows_its_certificate_if_asked(
                 found = client.get(f"{url}/api/v1/nodes").raise_for_status().json()["items"]
                 return [node["id"] for node in found]
 
-            wait_for(lambda: names() == ["node-7"], "the agent", 30.0)
+            wait_for(lambda: names() == ["node-7"], "the agent")
     finally:
         agent.terminate()
-        agent.wait(30)
+        agent.wait(60)
         log.close()
 
 

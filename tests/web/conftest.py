@@ -43,6 +43,7 @@ from paceline_server.store.signals import CommitSignals
 from paceline_server.store.tokens import create_link_code, open_session
 from paceline_wire.batch import AgentHello, GpuInfo
 from paceline_wire.topology import Topology
+from tests.ports import free_port
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 ARGUMENTS = [
@@ -62,7 +63,7 @@ class Site:
 
     def __init__(self, database_url: str) -> None:
         self._settings = Settings(database_url=database_url, role="api")
-        self.port = 0
+        self.port = free_port()  # also free after `stop`
         self.start()
 
     def login_path(self) -> str:
@@ -83,7 +84,6 @@ class Site:
         self.database: Database = app.state.program.database
         self.signals: CommitSignals = app.state.program.signals
         listener = socket.create_server(("127.0.0.1", self.port), backlog=128)
-        self.port = listener.getsockname()[1]
         config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([listener],))
@@ -220,6 +220,19 @@ class Story:
             action = session.get_one(models.ActionRow, self.action_id)
             action.state = "superseded"
             action.view = msgspec.structs.replace(action.view, state="superseded")
+
+    def approve_another_quietly(self) -> None:
+        """Add an approved restart without a notification to streams."""
+        view = ActionView(
+            action_id="act-cccc3333",
+            kind="restart",
+            state="approved",
+            reason="Restart requested by another person.",
+            generation=1,
+            created_ns=time.time_ns(),
+        )
+        with self.site.database.write() as session:
+            session.add(self._action(view))
 
     def action_state(self) -> str:
         with self.site.database.read() as session:
@@ -510,7 +523,9 @@ def browser() -> Iterator[Browser]:
         )
     expect.set_options(timeout=60_000)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=ARGUMENTS, timeout=120_000
+        )
         yield browser
         browser.close()
 

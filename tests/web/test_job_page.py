@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -233,10 +234,9 @@ def test_a_refused_restart_shows_the_reason(story: Any, visit: Callable[..., Any
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("checkbox", name="Save a checkpoint first").uncheck()
     expect(dialog).to_contain_text("The ranks are stopped at once.")
-    with story.site.database.write() as session:
-        session.get_one(models.JobRow, story.job_id).state = "finished"
+    story.approve_another_quietly()
     dialog.get_by_role("button", name="Restart job").click()
-    expect(dialog.get_by_role("alert")).to_contain_text("The job is finished")
+    expect(dialog.get_by_role("alert")).to_contain_text("Another action is approved: act-cccc3333")
     watch.refused.remove(409)
     dialog.get_by_role("button", name="Cancel").click()
     expect(dialog).to_have_count(0)
@@ -285,7 +285,7 @@ def test_lost_connection_is_shown_and_no_event_is_missed(
     expect(banner).to_contain_text(re.compile(r"from \d\d:\d\d:\d\d"))
     story.finish_step()
     site.start()
-    expect(banner).to_have_count(0, timeout=30_000)
+    expect(banner).to_have_count(0)
     expect(watch.page.locator("#steps header")).to_contain_text("121 steps")
 
 
@@ -316,12 +316,11 @@ def test_a_hidden_tab_holds_no_connection(site: Any, story: Any, visit: Callable
     }"""
     page.evaluate(show, True)
     # The server notices the disconnect at its next write, so the test causes one.
-    for _ in range(100):
+    deadline = time.monotonic() + 60
+    while site.signals.changes.subscribers > 0:
+        assert time.monotonic() < deadline
         story.finish_step()
-        if site.signals.changes.subscribers == 0:
-            break
         page.wait_for_timeout(50)
-    assert site.signals.changes.subscribers == 0
     page.evaluate(show, False)
     live(page)
     expect(page.locator("#steps header")).to_contain_text(f"{story.step + 1} steps")
@@ -337,9 +336,12 @@ def test_server_with_tokens_requires_one(site: Any, story: Any, visit: Callable[
     page.get_by_label("Token").fill("wrong")
     page.get_by_role("button", name="Continue").click()
     expect(page.locator("form")).to_contain_text("was rejected")
-    refused = len(watch.refused)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
     page.wait_for_timeout(6000)
-    assert len(watch.refused) == refused, "a page without access must not ask again by itself"
+    # The note on read-only access is refreshed every 30 s, with access or without.
+    again = [url for url in asked if not url.endswith("/api/v1/caller")]
+    assert again == [], "a page without access must not ask again by itself"
     page.get_by_label("Token").fill(secret)
     page.get_by_role("button", name="Continue").click()
     live(page)
@@ -423,8 +425,7 @@ def test_a_map_that_fits_has_no_scrollbar(story: Any, visit: Callable[..., Any])
                 const frame = document.querySelector('.heatmap-frame');
                 return frame.scrollWidth <= frame.clientWidth
                     && frame.clientWidth - frame.querySelector('canvas').clientWidth < 16;
-            }""",
-            timeout=10_000,
+            }"""
         )
 
 

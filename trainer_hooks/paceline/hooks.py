@@ -935,7 +935,7 @@ def watch_exit(completed_steps: Callable[[], int | None], call: Callable[[], obj
     if watch is None:
         try:
             watch = _exit_watch = SystemExitWatch(sys.stderr, completed_steps)
-        except AttributeError:  # of a stream of the script's own
+        except AttributeError:  # the script's own stream
             return
     watch.calls.append(call)
 

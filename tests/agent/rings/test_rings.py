@@ -119,6 +119,7 @@ def test_a_rank_is_attached_once_and_every_span_is_sent_once(bench: Bench) -> No
     writer.write(10)
     events, blocks = bench.poll()
     assert [type(event) for event in events] == [RankAttached, RankDefined, RankState]
+    assert events[0].identity.user == os.getuid(), "the server compares the users of a job"
     assert indices(blocks) == list(range(10))
     assert (blocks[0].job, blocks[0].rank, blocks[0].lost) == ("job", 3, 0)
     writer.write(50)

@@ -283,7 +283,7 @@ def test_a_notice_of_another_version_does_not_block_the_next_one(
     ("status", "asked", "seconds"),
     [
         (429, "300", 300),
-        (503, format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True), 600),
+        (503, "date", 600),
         (503, "9" * 400, 600),
         (429, "soon", 1),
     ],
@@ -297,6 +297,8 @@ def test_retry_after_of_the_receiver_is_respected(
     asked: str,
     seconds: int,
 ) -> None:
+    if asked == "date":
+        asked = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
     listener.statuses = [status]
     listener.headers = {"Retry-After": asked}
     database = run_server(allow_local_receivers=True, webhook_url=listener.url).program.database

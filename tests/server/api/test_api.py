@@ -51,13 +51,13 @@ def client(server: Any) -> Any:
 
 
 def node(agent_id: str, *, of: AgentHello | None = None, reason: str | None = None) -> NodeRow:
-    """Return a node that was seen just now; `reason`: of its quarantine."""
+    """Return a node that is not lost during a test; `reason`: of its quarantine."""
     return NodeRow(
         agent_id=agent_id,
         boot_id="boot",
         sequence=0,
         packed_ns=NOW,
-        last_seen_ns=time.time_ns(),
+        last_seen_ns=time.time_ns() + 600_000_000_000,
         hello=of or hello(),
         readings={},
         dropped_batches=0,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import httpx
@@ -16,6 +18,7 @@ from paceline_server.store.models import IncidentRow, JobRow, NodeRow, RankRow
 from tests.server.rows import toy_rank
 
 SECOND = 1_000_000_000
+NOW = time.time_ns()
 Severity = Literal["info", "warning", "critical"]
 
 
@@ -27,6 +30,15 @@ def put(server: Any, *rows: Any) -> None:
 
 
 @pytest.fixture
+def server(run_server: Callable[..., Any]) -> Any:
+    """A server whose clock is stopped, without a worker, so that the rows of a test stay true."""
+    started = run_server(role="api")
+    parts = started.app.state.parts
+    started.app.state.parts = dataclasses.replace(parts, now_ns=lambda: NOW)
+    return started
+
+
+@pytest.fixture
 def client(server: Any) -> Any:
     return server.client
 
@@ -35,10 +47,9 @@ def client(server: Any) -> Any:
 def job_id(server: Any) -> str:
     """A running job of two ranks on two nodes, analyzed just now."""
     job_id = post_job(server.url)
-    now_ns = time.time_ns()
     with server.program.database.write() as session:
         job = session.get_one(JobRow, job_id)
-        job.state, job.step, job.generation, job.ticked_ns = "running", 5, 1, now_ns
+        job.state, job.step, job.generation, job.ticked_ns = "running", 5, 1, NOW
     for rank in (0, 1):
         put(
             server,
@@ -46,8 +57,8 @@ def job_id(server: Any) -> str:
                 agent_id=f"node-{rank}",
                 boot_id="boot",
                 sequence=0,
-                packed_ns=now_ns,
-                last_seen_ns=now_ns,
+                packed_ns=NOW,
+                last_seen_ns=NOW,
                 hello=hello(1),
                 readings={},
                 dropped_batches=0,
@@ -71,7 +82,7 @@ def incident(
         severity=severity,
         cost_ratio=cost,
     )
-    opened_ns = time.time_ns()
+    opened_ns = NOW
     view = IncidentView(incident_id=name, finding=finding, opened_ns=opened_ns)
     return IncidentRow(
         id=name,
@@ -110,7 +121,7 @@ def change(server: Any, table: Any, key: Any, **values: object) -> None:
 def test_ranks_without_a_step_may_load_for_a_while(
     server: Any, client: httpx.Client, job_id: str, seconds: int, condition: str, part: str
 ) -> None:
-    created_ns = time.time_ns() - seconds * SECOND
+    created_ns = NOW - seconds * SECOND
     change(server, JobRow, job_id, step=None, created_ns=created_ns)
     for rank in (0, 1):
         change(server, RankRow, (job_id, rank), status="starting")
@@ -191,7 +202,7 @@ def test_a_training_job_has_a_verdict_that_is_true_of_now(
 def test_a_verdict_that_the_analysis_has_not_confirmed_says_so(
     server: Any, client: httpx.Client, job_id: str
 ) -> None:
-    change(server, JobRow, job_id, ticked_ns=time.time_ns() - 110 * SECOND)
+    change(server, JobRow, job_id, ticked_ns=NOW - 110 * SECOND)
     job = get(client, job_id)
     assert (job["condition"], job["verdict"]["kind"]) == ("unknown", "outdated")
     assert job["verdict"]["is_outdated"]
@@ -234,10 +245,10 @@ def test_a_hang_names_its_culprit_and_the_ranks_that_it_blocks(
 
 
 def test_ranks_of_a_silent_node_are_unknown(server: Any, client: httpx.Client, job_id: str) -> None:
-    change(server, NodeRow, "node-1", last_seen_ns=time.time_ns() - 60 * SECOND)
+    change(server, NodeRow, "node-1", last_seen_ns=NOW - 60 * SECOND)
     assert get(client, job_id)["condition"] == "training"
     assert conditions(client, job_id) == ["running", "unknown"]
-    change(server, NodeRow, "node-0", last_seen_ns=time.time_ns() - 60 * SECOND)
+    change(server, NodeRow, "node-0", last_seen_ns=NOW - 60 * SECOND)
     assert get(client, job_id)["condition"] == "unknown"
 
 

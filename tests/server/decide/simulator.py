@@ -422,7 +422,7 @@ class World:
             for rank in self.ranks
             if rank.gpu in self.nodes[rank.agent_id].lost_gpus
         ]
-        for agent_id in {rank.agent_id for rank in self.ranks}:
+        for agent_id in sorted({rank.agent_id for rank in self.ranks}):
             node = self.nodes[agent_id]
             if self.now_ns - node.last_seen_ns > self.policy.node_lease_seconds * SECOND:
                 found.append(self._fatal("failure", "node lost", None, agent_id, node=True))

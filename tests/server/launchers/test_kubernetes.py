@@ -451,7 +451,11 @@ class TestErrors:
     """Each status, a server that hangs, and one that dies in the middle of its answer."""
 
     def test_each_is_one_sentence_of_the_right_kind(
-        self, cluster: KubernetesCluster, hasty: KubernetesLauncher, wait_for: Wait
+        self,
+        cluster: KubernetesCluster,
+        launcher: KubernetesLauncher,
+        hasty: KubernetesLauncher,
+        wait_for: Wait,
     ) -> None:
         request = restart_of(run(cluster, wait_for, jobset_of()))
         for fault, error, text in (
@@ -467,18 +471,20 @@ class TestErrors:
         ):
             cluster.queue_responses.append(("get jobsets", fault))
             with pytest.raises(error, match=text) as raised:
-                hasty.observe(request)
+                (hasty if fault == "hang" else launcher).observe(request)
             assert type(raised.value) is error
-        assert hasty.observe(request).state == "ready"
+        assert launcher.observe(request).state == "ready"
 
     @pytest.mark.parametrize("fault", [401, 409, 429, 500, "hang", "cut"])
     def test_after_each_the_request_is_carried_out_once(
         self,
         cluster: KubernetesCluster,
+        launcher: KubernetesLauncher,
         hasty: KubernetesLauncher,
         wait_for: Wait,
         fault: int | str,
     ) -> None:
+        backend = hasty if fault == "hang" else launcher
         request = restart_of(run(cluster, wait_for, jobset_of()), "n0")
         calls = ("patch nodes", "patch jobsets", "get jobsets", "list pods", "patch jobsets")
         cluster.queue_responses += [
@@ -487,11 +493,11 @@ class TestErrors:
 
         def is_done() -> bool:
             try:
-                seen = hasty.observe(request)
+                seen = backend.observe(request)
                 if seen.state == "done":
                     return True
                 assert seen.state in ("ready", "begun"), seen
-                hasty.begin(request, seen)
+                backend.begin(request, seen)
             except LauncherRefusedError:
                 raise
             except LauncherError:

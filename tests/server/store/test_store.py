@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy.exc
@@ -46,32 +48,38 @@ def test_the_server_may_be_installed_below_any_directory(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_transaction_of_a_stopped_process_gets_database_unavailable(
-    database: Database, database_url: str
+    database: Database, wait_for: Callable[..., Any]
 ) -> None:
-    impatient = Database(database_url, timeout_seconds=0.2)
-    with database.read() as other, impatient.read() as session:
-        session.execute(text("SELECT 1"))
-        other.execute(text("SELECT pg_sleep(1)"))
+    with database.read() as session:
+        assert session.scalar(text("SHOW idle_in_transaction_session_timeout")) == "1min"
+        pid = session.scalar(text("SELECT pg_backend_pid()"))
+        session.execute(text("SET idle_in_transaction_session_timeout = '100ms'"))
+
+        def has_ended() -> bool:
+            with database.read() as other:
+                query = text("SELECT pid FROM pg_stat_activity WHERE pid = :pid")
+                return other.scalar(query, {"pid": pid}) is None
+
+        wait_for(has_ended, "the end of the idle connection")
         with pytest.raises(UNAVAILABLE):
             session.execute(text("SELECT 1"))
-    impatient.ping()
-    impatient.close()
+    database.ping()
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_replica_waits_for_the_migration_of_another(database: Database, database_url: str) -> None:
-    impatient = Database(database_url, timeout_seconds=0.2)
+    impatient = Database(database_url, timeout_seconds=3.0)
     with ThreadPoolExecutor() as threads:
         with database.write() as other:
             migrated = threads.submit(impatient.migrate)
-            other.execute(text("SELECT pg_sleep(1)"))
+            other.execute(text("SELECT pg_sleep(4)"))
         migrated.result(60)
     impatient.close()
 
 
 def test_new_connection_reads_while_another_writes(database: Database, database_url: str) -> None:
     url = Settings(database_url=database_url).database_url
-    other = Database(url, timeout_seconds=0.2)
+    other = Database(url, timeout_seconds=60.0)
     with database.write() as session:
         record_change(session, None, "node", "node-0")
         other.ping()
