@@ -85,6 +85,23 @@ def test_a_rank_whose_file_system_is_stuck_does_not_stop_the_guard(
     os.waitpid(pid, 0)
 
 
+def test_a_missing_program_is_reported_although_its_process_gets_a_cpu_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_EXEC_SECONDS", 0.1)
+    become_rank = guard._become_rank
+
+    def become_rank_late(message: dict[str, Any], guard_pid: int) -> None:
+        while time.thread_time() < 0.5:  # runnable, like a process that waits for a CPU
+            pass
+        become_rank(message, guard_pid)
+
+    monkeypatch.setattr(guard, "_become_rank", become_rank_late)
+    start = {"argv": ["/nothing"], "environment": dict(os.environ), "log": str(tmp_path / "log")}
+    with pytest.raises(FileNotFoundError):
+        guard._spawn({**start, "directory": None}, os.getpid())
+
+
 def test_a_rank_gets_its_environment_and_its_output_is_kept(
     start_agent: Fixture,
     server: Any,
