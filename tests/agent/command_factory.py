@@ -1,4 +1,4 @@
-"""Commands for an agent under test, and the processes that it starts."""
+"""Agents with other constants, commands for agents, and the processes that they start."""
 
 from __future__ import annotations
 
@@ -39,6 +39,21 @@ def stop(generation: int = 0, grace_seconds: float = 0.0, job: str = "job-a") ->
 
 def marker(agent: Any) -> str:
     return f"PACELINE_NODE_DIRECTORY={agent.directory}\0"
+
+
+def with_constants(module: str, **constants: float) -> list[str]:
+    """Return a command for `start_agent(under=...)`: the agent has other constants in a module."""
+    code = (
+        f"import runpy, sys, {module}\n"
+        f"vars({module}).update({constants!r})\n"
+        "sys.argv = sys.argv[3:]\n"  # without `-c`, the interpreter and `-m`
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
+    )
+    return [sys.executable, "-c", code]
+
+
+# On a busy host, the usual four seconds after SIGTERM may be too few to send what is left.
+SENDS_THE_REST = with_constants("paceline_agent.app", DRAIN_SECONDS=50.0)
 
 
 def guard_pids(agent_pid: int) -> tuple[int, int]:

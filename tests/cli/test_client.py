@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlparse
 
 import click
@@ -21,6 +21,8 @@ from paceline_cli.main import main
 
 class Handler(BaseHTTPRequestHandler):
     """Serves two pages of jobs, and errors."""
+
+    hasty_has_failed: ClassVar = threading.Event()
 
     def do_GET(self) -> None:
         url = urlparse(self.path)
@@ -47,6 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         elif url.path == "/api/v1/jobs/half/ranks/1/stacks":
             self._answer(200, {"rank": 1, "state": "failed", "error": "no py-spy", "stacks": None})
         elif url.path == "/api/v1/slow":
+            self.hasty_has_failed.wait(60)
             time.sleep(0.5)
             self._answer(200, {"hello": 1})
         elif url.path == "/api/v1/page":
@@ -101,6 +104,7 @@ def test_a_server_may_be_given_more_time(client: Client) -> None:
         pytest.raises(click.ClickException, match="timed out"),
     ):
         hasty.get("/slow")
+    Handler.hasty_has_failed.set()
     with Client(client.server, timeout_seconds=60.0) as patient:
         assert patient.get("/slow") == {"hello": 1}
 

@@ -1,6 +1,6 @@
 """Two ranks that communicate by other means than plain calls; each step is a scenario.
 
-In each scenario rank 1 is late by LATE_SECONDS, so that rank 0 must wait for it.
+In each scenario rank 1 comes LATE_SECONDS after rank 0, so that rank 0 must wait for it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
+from paceline_wire.ring import RingReader
 
 LATE_SECONDS = 0.3
 WIDTH = 64
@@ -81,12 +84,19 @@ meetings = itertools.count(1)
 
 
 def be_late() -> None:
-    """Have rank 1 come later than rank 0; both meet at the store first, which is not recorded."""
+    """Have rank 1 come later than rank 0; both meet at the store first, which is not recorded.
+
+    Rank 0 communicates next: rank 1 waits until its ring shows that.
+    """
     arrivals = 2 * next(meetings)
     store.add("arrivals", 1)
     while store.add("arrivals", 0) < arrivals:
         time.sleep(0.001)
     if rank == 1:
+        path = Path(os.environ["PACELINE_RING_DIRECTORY"], "local.g0.r0.ring")
+        with closing(RingReader(path)) as reader:
+            while not any(frame.sequence for frame in reader.view().frames):
+                time.sleep(0.001)
         time.sleep(LATE_SECONDS)
 
 
@@ -122,8 +132,8 @@ def no_sync() -> None:
 
 
 def fully_sharded() -> None:
-    be_late()
     if torch.__version__ >= "2.7":  # before, FSDP2 did not run on the CPU
+        be_late()
         sharded(batch).sum().backward()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -252,6 +252,15 @@ def test_a_full_queue_loses_only_records_of_other_threads(ring: Recorder) -> Non
     assert ring.head == 4096
 
 
+@pytest.fixture
+def without_gc() -> Iterator[None]:
+    """No garbage collection, whose pauses are records too."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_gc")
 def test_an_overrun_is_counted_by_the_reader(small: RingReader) -> None:
     for _ in range(1000):
         with paceline.section("busy"):

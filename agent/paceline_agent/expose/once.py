@@ -15,8 +15,9 @@ import msgspec
 from paceline_agent.collect import frozen_tree as frozen
 from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
-from paceline_agent.collect.pool import lane_of
+from paceline_agent.collect.pool import CollectorLane, lane_of
 from paceline_agent.collect.runner import Patience, bounded, health, health_series
+from paceline_agent.collect.scheduling import is_starved
 from paceline_agent.expose import catalog, standard_output
 from paceline_agent.expose.exposition import render
 from paceline_agent.expose.scrape import completed
@@ -25,6 +26,9 @@ from paceline_agent.rings.reader import ranks_in
 from paceline_agent.settings import AgentSettings
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 from paceline_wire.node_directory import RINGS
+
+# the end of a call's deadline, in which it is observed whether the call is stuck
+_WATCHED_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +111,7 @@ async def _call(collector: type[Collector], context: Context) -> CollectorResult
     trouble: str | None = None
     try:
         while collected is None or collected.more:
-            async with asyncio.timeout(patience):
-                following = await lane.collect(time.time_ns())
+            following = await _result(lane, patience)
             events += following.events
             lasting = following.lasting or (collected and collected.lasting)
             collected = msgspec.structs.replace(following, events=events, lasting=lasting)
@@ -121,6 +124,36 @@ async def _call(collector: type[Collector], context: Context) -> CollectorResult
     finally:
         await lane.close()
     return _outcome(collector, collected, trouble, time.monotonic() - started)
+
+
+async def _result(lane: CollectorLane, patience_seconds: float) -> Collected:
+    """Return the result of a call; one that runs or waits for a CPU may be late.
+
+    Raises:
+        TimeoutError: the call is late and stuck.
+        CollectorUnavailable: it is late by `Patience.starved_seconds`, or the collector raised it.
+    """
+    watched = min(_WATCHED_SECONDS, patience_seconds / 2)
+    call = asyncio.ensure_future(lane.collect(time.time_ns()))
+    latest = time.monotonic() + patience_seconds + Patience().starved_seconds
+    try:
+        await asyncio.wait({call}, timeout=patience_seconds - watched)
+        while not call.done():
+            before, began = lane.runnable(), time.monotonic()
+            await asyncio.wait({call}, timeout=watched)
+            now = time.monotonic()
+            if call.done():
+                break
+            is_late = now - began > 2 * watched  # the result may have arrived without being read
+            if not is_late and not is_starved(before, lane.runnable(), now - began):
+                raise TimeoutError
+            if now > latest:
+                waited = patience_seconds + Patience().starved_seconds
+                detail = f"no answer within {waited:g} s: it is busy, or the host short of CPU"
+                raise CollectorUnavailable(detail)
+        return call.result()
+    finally:
+        call.cancel()
 
 
 def _outcome(

@@ -54,13 +54,14 @@ _CAPABILITY_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3: two sets of thr
 _CAPABILITIES = 64  # more than any kernel has
 _CREDENTIALS = struct.Struct("iII")  # ucred: pid, uid, gid
 _SOCKET_PATH_BYTES = 107  # sockaddr_un
-_SWEEP_SECONDS = 0.02  # between two checks whether killed processes are gone
+_SWEEP_SECONDS = 0.02  # between two checks whether processes are gone, or still runnable
 
 _OOM_SCORE = "/proc/self/oom_score_adj"
 _PRELOAD = "PACELINE_PRELOAD"  # paceline_wire.commands.PRELOAD
 _FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
 _FORK_SECONDS = 2.0  # tens of milliseconds are usual
 _EXEC_SECONDS = 1.0  # tens of milliseconds are usual, unless a file system is stuck
+STARVED_SECONDS = 10.0  # how much longer a process may wait for a CPU before it executes
 _IDLE_SECONDS = 900.0  # how long a fork server without ranks is kept for the next generation
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _FLAGS = re.compile(r"-[bBEIOPsSuv]+|-[WX].+")
@@ -496,8 +497,9 @@ class Guard:
 def _spawn(message: dict[str, Any], agent_pid: int) -> int:
     """Fork and execute. Raises OSError if the program could not be executed.
 
-    After `_EXEC_SECONDS` the process is a rank even so: its directory or program is on a file
-    system that is stuck, and the other ranks of this node are not to wait for it.
+    After `_EXEC_SECONDS` the process is a rank even so, unless it runs or waits for a CPU: its
+    directory or program is on a file system that is stuck, and the other ranks of this node are not
+    to wait for it.
     """
     guard = os.getpid()
     readable, writable = os.pipe()  # closed by a successful exec
@@ -519,13 +521,21 @@ def _spawn(message: dict[str, Any], agent_pid: int) -> int:
             os._exit(127)
     os.close(writable)
     with open(readable, "rb") as pipe:
+        latest = time.monotonic() + _EXEC_SECONDS + STARVED_SECONDS
         answered, _, _ = select.select([pipe], [], [], _EXEC_SECONDS)
+        while not answered and _is_runnable(pid) and time.monotonic() < latest:
+            answered, _, _ = select.select([pipe], [], [], _SWEEP_SECONDS)
         failure = pipe.read() if answered else b""
     if failure:
         os.waitpid(pid, 0)
         code, text = json.loads(failure)
         raise OSError(code or 0, text)
     return pid
+
+
+def _is_runnable(pid: int) -> bool:
+    process = read_process(pid)
+    return process is not None and process.state == "R"
 
 
 def _become_rank(message: dict[str, Any], guard: int) -> NoReturn:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.blocks import each
 from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.collectors.nvml import NvmlCollector
@@ -182,7 +183,7 @@ async def test_a_thread_that_runs_is_late_but_not_stuck(context):
     class Busy(Steady):
         name: ClassVar[str] = "busy"
         interval_seconds: ClassVar[float] = 60.0
-        deadline_seconds: ClassVar[float] = 0.1
+        deadline_seconds: ClassVar[float] = 1.0
 
         def collect(self, now_ns: int) -> Collected:
             while not release.is_set():
@@ -210,7 +211,7 @@ async def test_a_call_that_never_gets_a_cpu_is_unavailable_at_last(context):
 
     class Busy(Steady):
         name: ClassVar[str] = "busy"
-        deadline_seconds: ClassVar[float] = 0.1
+        deadline_seconds: ClassVar[float] = 1.0
 
         def collect(self, now_ns: int) -> Collected:
             while not release.is_set():
@@ -252,7 +253,8 @@ async def test_a_worker_on_a_starved_host_is_not_stuck(context):
     async with running(Computing, context=context) as log:
         await log.until(lambda: log.count("worker") > 0)
         worker = int(next(sample.value for sample in log.samples if sample.name == "worker"))
-        cpu = min(os.sched_getaffinity(0))
+        allowed = os.sched_getaffinity(worker)
+        cpu = min(allowed)
         hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         try:
             os.sched_setaffinity(hog.pid, {cpu})
@@ -263,17 +265,20 @@ async def test_a_worker_on_a_starved_host_is_not_stuck(context):
         finally:
             hog.kill()
             hog.wait()
+        os.sched_setaffinity(worker, allowed)
+        with suppress(PermissionError):  # an unprivileged user cannot leave SCHED_IDLE
+            os.sched_setscheduler(worker, os.SCHED_OTHER, os.sched_param(0))
         await log.until(lambda: log.count("worker") > late)
     assert log.events == []
 
 
 class Sleeping(Computing):
-    """Takes four fifths of its deadline, without running."""
+    """Takes four fifths of its deadline from the start of the call, without running."""
 
     name: ClassVar[str] = "sleeping"
 
     def collect(self, now_ns: int) -> Collected:
-        time.sleep(0.4)
+        time.sleep(max(0.0, 0.4 - (timeline_ns() - now_ns) / 1e9))
         return Collected(samples=[Sample("worker", {}, 1.0, now_ns)])
 
 

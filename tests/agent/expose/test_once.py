@@ -7,11 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from paceline_agent.collect.contract import Collected, Collector, Context
+from paceline_agent.expose.once import sweep
+from paceline_wire.batch import Sample
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -70,6 +77,34 @@ def test_letters_that_the_locale_has_not_are_replaced(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert b'node_network_receive_bytes_total{device="\xe9?0"} 5.0' in done.stdout
+
+
+async def test_a_call_that_runs_is_waited_for_and_one_that_hangs_is_not(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    class Busy(Collector):
+        name: ClassVar[str] = "busy"
+        deadline_seconds: ClassVar[float] = 0.5
+
+        def collect(self, now_ns: int) -> Collected:
+            end = time.thread_time() + 1.0
+            while time.thread_time() < end:
+                pass
+            return Collected(samples=[Sample("busy", {}, 1.0, now_ns)])
+
+    class Stuck(Busy):
+        name: ClassVar[str] = "stuck"
+
+        def collect(self, now_ns: int) -> Collected:
+            release.wait(60)
+            return Collected()
+
+    try:
+        busy, stuck = await sweep([Busy, Stuck], Context(node_directory=tmp_path))
+    finally:
+        release.set()
+    assert (busy.trouble, busy.series) == (None, 1)
+    assert stuck.trouble == "no answer within 0.5 s"
 
 
 def values(text: str) -> dict[str, float]:

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from paceline_agent.forward.spool import Spool
 from paceline_wire.batch import AgentHello, Batch
+from tests.agent.command_factory import SENDS_THE_REST
 
 Fixture = Callable[..., Any]
 
@@ -28,7 +29,7 @@ def waiting(agent: Any) -> int:
 def test_after_an_outage_every_batch_is_stored_once_and_in_order(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
-    agent = start_agent()
+    agent = start_agent(under=SENDS_THE_REST)
     wait_for(lambda: server.batches)
     server.stop()
     wait_for(lambda: waiting(agent) >= 3)

@@ -26,6 +26,7 @@ from paceline_wire.stacks import (
     bounded,
 )
 from paceline_wire.topology import Topology
+from tests.agent.command_factory import with_constants
 
 Fixture = Callable[..., Any]
 
@@ -99,7 +100,7 @@ def functions(thread: ThreadStack) -> list[str]:
 def test_waiting_and_lock_holding_threads_are_shown_in_running_and_stopped_processes(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
-    agent = start_agent()
+    agent = start_agent(under=with_constants("paceline_agent.rings.stacks", SECONDS=50.0))
     server.commands.append(start(1))
     (started,) = wait_for(lambda: server.events(RankStarted))
     wait_for(lambda: "attached rank 0" in agent.log_text())
@@ -172,8 +173,9 @@ for batch in DataLoader(Samples(), batch_size=4, num_workers=2):
 
 
 def test_a_rank_in_its_data_loader_is_read_with_the_workers(
-    tmp_path: Path, wait_for: Fixture
+    tmp_path: Path, wait_for: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stacks, "SECONDS", 50.0)
     script = tmp_path / "train.py"
     script.write_text(LOADER)
     with subprocess.Popen(
@@ -186,7 +188,10 @@ def test_a_rank_in_its_data_loader_is_read_with_the_workers(
             return "torch/utils/data/_utils/fetch.py" in {frame.file for frame in frames}
 
         def read() -> list[list[StackFrame]] | None:
-            threads = asyncio.run(take_of_rank(process.pid, Path("/proc")))
+            try:
+                threads = asyncio.run(take_of_rank(process.pid, Path("/proc")))
+            except stacks.StacksError:  # its stacks changed while they were read
+                return None
             main = threads[0].frames
             workers = [thread.frames for thread in threads if thread.child_pid is not None]
             is_waiting = any(str(frame).endswith("_try_get_data") for frame in main)

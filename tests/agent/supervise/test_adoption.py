@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from paceline_wire.spans import from_columns, unpack
 from tests.agent.command_factory import marker, start_ranks, stop
 
 WRITER = [sys.executable, str(Path(__file__).parents[1] / "ring_writer.py"), "2000"]
+PATIENT = ("--orphan-grace-seconds", "60")  # a busy host starts the next agent late
 Fixture = Callable[..., Any]
 
 
@@ -40,14 +42,14 @@ def test_running_ranks_and_their_rings_are_adopted_and_no_span_is_lost_or_sent_t
     is_alive: Fixture,
     processes_with: Fixture,
 ) -> None:
-    agent = start_agent()
+    agent = start_agent(*PATIENT)
     assert order(start_ranks("", 2, 4, argv=WRITER)).ok
     server.commands.clear()
     for _ in range(3):
         before = len(span_indices(server, 1))
         wait_for(lambda before=before: len(span_indices(server, 1)) > before + 500)
         agent.stop(signal.SIGKILL)
-        agent = start_agent()
+        agent = start_agent(*PATIENT)
     pids = [started.pid for started in server.events(RankStarted)]
     before = {rank: len(span_indices(server, rank)) for rank in (0, 1)}
     wait_for(lambda: all(len(span_indices(server, rank)) > before[rank] + 1000 for rank in (0, 1)))
@@ -69,7 +71,7 @@ def test_running_ranks_and_their_rings_are_adopted_and_no_span_is_lost_or_sent_t
 def test_a_rank_that_ended_without_an_agent_is_reported_by_the_next_agent(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
 ) -> None:
-    first = start_agent()
+    first = start_agent(*PATIENT)
     assert order(start_ranks("", 2, 4, argv=WRITER)).ok
     wait_for(lambda: len(span_indices(server, 1)) > 100)
     first.stop(signal.SIGKILL)
@@ -89,15 +91,16 @@ def test_ranks_that_no_agent_adopts_end_with_the_grace_period(
 ) -> None:
     agent = start_agent("--orphan-grace-seconds", "1")
     assert order(start_ranks("", 2, 4, argv=WRITER)).ok
+    killed = time.monotonic()
     agent.stop(signal.SIGKILL)
-    assert len(processes_with(marker(agent))) == 2, "they wait for an agent"
     wait_for(lambda: not processes_with(marker(agent)))
+    assert time.monotonic() - killed >= 1, "they wait for an agent"
 
 
 def test_adopted_ranks_die_with_their_guard_and_are_reported(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
 ) -> None:
-    first = start_agent()
+    first = start_agent(*PATIENT)
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=0)"
     argv = [sys.executable, "-c", f"import os; os.dup2(os.pipe()[0], 0); {child}"]
     assert order(start_ranks("", 2, 4, argv=argv)).ok

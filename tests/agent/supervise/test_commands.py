@@ -14,7 +14,7 @@ from paceline_wire.topology import Topology
 
 Fixture = Callable[..., Any]
 
-# A minimal trainer: it creates a ring, obeys one command and exits.
+# A minimal trainer: once it may, it creates a ring; it obeys one command and exits.
 TRAINER = """
 import os, time
 from pathlib import Path
@@ -22,6 +22,10 @@ from paceline_wire import ring
 from paceline_wire.ring import Identity
 from paceline_wire.topology import Coordinates, Topology
 rank, job = int(os.environ["RANK"]), os.environ["PACELINE_JOB"]
+work = Path(os.environ["WORK"])
+(work / f"{rank}.imported").touch()
+while not (work / "go").exists():
+    time.sleep(0.01)
 time.sleep(0.3 * rank)
 identity = Identity(
     job=job, generation=0, rank=rank, local_rank=rank, world_size=2, topology=Topology(dp=2),
@@ -41,7 +45,7 @@ ring_file.control[ring.ACK_COMMAND] = ring_file.control[ring.CONTROL_COMMAND]
 
 
 def test_checkpoint_and_stop_is_acknowledged_before_the_ranks_exit(
-    start_agent: Fixture, server: Any, wait_for: Fixture
+    start_agent: Fixture, server: Any, wait_for: Fixture, tmp_path: Path
 ) -> None:
     agent = start_agent()
     server.commands.append(
@@ -52,16 +56,19 @@ def test_checkpoint_and_stop_is_acknowledged_before_the_ranks_exit(
             topology=Topology(dp=2),
             ranks=[RankSpec(0, 0), RankSpec(1, 1)],
             argv=[sys.executable, "-c", TRAINER],
+            environment={"WORK": str(tmp_path)},
             master_address="127.0.0.1",
             master_port=1,
         )
     )
-    # Sent immediately, before the rings exist.
+    wait_for(lambda: len(list(tmp_path.glob("*.imported"))) == 2)
+    # Sent before the rings exist; the agent waits five seconds for them.
     server.commands.append(
         ControlRanks(
             command_id=2, job="job-a", generation=0, kind="checkpoint_and_stop", target_step=40
         )
     )
+    (tmp_path / "go").touch()
     wait_for(lambda: len(server.events(RankExited)) == 2)
     wait_for(lambda: len(server.events(CommandResult)) == 2)
     assert all(event.ok for event in server.events(CommandResult))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline_wire.batch import RankAcknowledged, RankAttached, RankExited
-from tests.agent.command_factory import start_ranks
+from tests.agent.command_factory import SENDS_THE_REST, start_ranks
 
 Fixture = Callable[..., Any]
 
@@ -44,7 +44,7 @@ def train(
     """Start two ranks on an agent, and wait until both train."""
 
     def start(*options: str, declare: str = DECLARE, answer: str = SAVE) -> Any:
-        agent = start_agent(*options)
+        agent = start_agent(*options, under=SENDS_THE_REST)
         code = TRAIN.format(declare=declare, answer=answer)
         assert order(start_ranks(code, 2, environment={"WORK": str(tmp_path)})).ok
         wait_for(lambda: len(list(tmp_path.glob("*.trains"))) == 2)

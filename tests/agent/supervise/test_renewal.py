@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from paceline_wire.batch import RankExited, RankStarted
 from paceline_wire.commands import ControlRanks, StartRanks
 from tests.agent.command_factory import guard_pids, start_ranks, stop
+from tests.ports import free_port
 
 Fixture = Callable[..., Any]
 
@@ -80,7 +80,7 @@ class Job:
 
     def start(self, body: str, ranks: int) -> None:
         argv = [sys.executable, "-c", SCRIPT.replace("BODY", body), str(self.path)]
-        self.command = start_ranks("", ranks, 1, argv=argv, master_port=_free_port())
+        self.command = start_ranks("", ranks, 1, argv=argv, master_port=free_port())
         assert self._order(self.command).ok
         self.wait_for(lambda: len(self.entries(1)) == ranks)
 
@@ -89,7 +89,7 @@ class Job:
             self.command,
             command_id=start_ranks("").command_id,
             generation=generation,
-            master_port=_free_port(),
+            master_port=free_port(),
             **changes,
         )
         assert self._order(command).ok
@@ -147,11 +147,6 @@ def job(
     job = Job(tmp_path, order, server, wait_for)
     job.agent = start_agent()  # type: ignore[attr-defined]
     return job
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_only_the_dead_rank_gets_a_new_process(job: Job, server: Any) -> None:

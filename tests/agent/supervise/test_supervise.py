@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from paceline_agent.supervise import guard
 from paceline_agent.supervise.guard import descendants
 from paceline_wire.batch import AgentHello, CommandResult, RankAttached, RankExited, RankStarted
-from tests.agent.command_factory import guard_pids, marker, start_ranks, stop
+from tests.agent.command_factory import SENDS_THE_REST, guard_pids, marker, start_ranks, stop
 
 # A rank with a child in its session and a detached one: double fork, new session, no parent.
 WITH_CHILDREN = """
@@ -82,6 +83,23 @@ def test_a_rank_whose_file_system_is_stuck_does_not_stop_the_guard(
     with log.open("rb") as works_again:
         assert works_again.read().startswith(logged)
     os.waitpid(pid, 0)
+
+
+def test_a_missing_program_is_reported_although_its_process_gets_a_cpu_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_EXEC_SECONDS", 0.1)
+    become_rank = guard._become_rank
+
+    def become_rank_late(message: dict[str, Any], guard_pid: int) -> None:
+        while time.thread_time() < 0.5:  # runnable, like a process that waits for a CPU
+            pass
+        become_rank(message, guard_pid)
+
+    monkeypatch.setattr(guard, "_become_rank", become_rank_late)
+    start = {"argv": ["/nothing"], "environment": dict(os.environ), "log": str(tmp_path / "log")}
+    with pytest.raises(FileNotFoundError):
+        guard._spawn({**start, "directory": None}, os.getpid())
 
 
 def test_a_rank_gets_its_environment_and_its_output_is_kept(
@@ -262,11 +280,12 @@ def test_a_process_that_hides_from_its_rank_ends_with_the_last_rank(
     agent = start_agent()
 
     def hidden() -> list[int]:
-        return [
-            process.pid
-            for process in descendants(agent.pid)
-            if b"600.25" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        ]
+        found = []
+        for process in descendants(agent.pid):
+            with suppress(OSError):  # it has ended meanwhile
+                if b"600.25" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                    found.append(process.pid)
+        return found
 
     assert order(start_ranks(HIDING)).ok
     wait_for(hidden)
@@ -310,7 +329,7 @@ def test_no_orphan_after_sigkill(
 def test_sigterm_stops_the_ranks_and_sends_the_rest(
     start_agent: Fixture, server: Any, order: Fixture, processes_with: Fixture
 ) -> None:
-    agent = start_agent()
+    agent = start_agent(under=SENDS_THE_REST)
     assert order(start_ranks("import time; time.sleep(600)", 2)).ok
     assert agent.stop() == 0
     assert len(server.events(RankExited)) == 2

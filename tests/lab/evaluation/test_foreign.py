@@ -43,6 +43,7 @@ def run(*plans: Plan) -> list[TrialVerdict]:
     return verdicts
 
 
+@pytest.mark.timeout(660)
 def test_a_raised_error_is_named_with_its_rank_in_an_unchanged_training() -> None:
     (verdict,) = run(CRASH)
     assert (verdict.arm, verdict.trainer, verdict.way) == ("foreign", "ddp", "error")
@@ -87,16 +88,18 @@ def test_the_network_and_the_ranks_of_a_killed_evaluation_are_removed_by_the_nex
     script = (
         "import os, signal, subprocess, sys\n"
         "from contextlib import ExitStack\n"
-        "from paceline_evaluation.foreign.network_nodes import NetworkNodes\n"
+        "from paceline_evaluation.foreign.network_nodes import NetworkNodes, run\n"
         "nodes = NetworkNodes(1, ExitStack())\n"
         "command = [*nodes.inside(0), sys.executable, '-c', 'import time; time.sleep(60)']\n"
         "rank = subprocess.Popen(command, stdout=subprocess.DEVNULL)\n"
-        "print(nodes.bridge, nodes.names[0], rank.pid, flush=True)\n"
+        "print(nodes.bridge, nodes.names[0], rank.pid)\n"
+        "print(run('ip', 'netns', 'list'), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     killed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False)
-    bridge, name, rank = killed.stdout.decode().split()
-    assert name in run_command("ip", "netns", "list")
+    first, _, namespaces = killed.stdout.decode().partition("\n")
+    bridge, name, rank = first.split()
+    assert name in namespaces
     with ExitStack() as cleanup:
         NetworkNodes(1, cleanup)
         assert name not in run_command("ip", "netns", "list")

@@ -63,7 +63,11 @@ def listener(pipe: Path, answer: Callable[[], object]) -> Iterator[None]:
         os.close(descriptor)
 
 
-async def test_a_dump_is_asked_for_through_the_pipe_and_read_when_it_is_whole(tmp_path):
+async def test_a_dump_is_asked_for_through_the_pipe_and_read_when_it_is_whole(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(flight_recorder, "DUMP_SECONDS", 60.0)
+
     def write_slowly() -> None:
         with (tmp_path / "dump_3").open("wb") as file:
             file.write(DUMP)
@@ -115,7 +119,10 @@ async def test_the_pipe_of_another_job_on_the_node_is_not_used(tmp_path):
     assert requests == []
 
 
-async def test_a_rank_that_has_replaced_its_own_pipe_is_asked_through_the_new_one(tmp_path):
+async def test_a_rank_that_has_replaced_its_own_pipe_is_asked_through_the_new_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(flight_recorder, "DUMP_SECONDS", 60.0)
     rank = process(tmp_path, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=str(tmp_path / "fr_"))
     pipe, dump = tmp_path / "fr_0.pipe", tmp_path / "dump_0"
     with listener(pipe, lambda: None):
