@@ -31,7 +31,7 @@ def restart_server(cluster: Cluster) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("by", "saved"), [("torch.save", "new.pt"), ("dcp", "step-*")])
+@pytest.mark.parametrize(("by", "saved"), [("torch.save", "latest.pt"), ("dcp", "step-*")])
 def test_a_planned_repair_of_a_plain_script_waits_for_its_checkpoint(
     cluster: Cluster, client: httpx.Client, tmp_path: Path, by: str, saved: str
 ) -> None:
