@@ -637,6 +637,17 @@ def test_a_node_is_lost_although_the_others_report_only_now_and_then(job):
     assert [(found.cause, found.node) for found in findings] == [("node lost", "node-2")]
 
 
+@pytest.mark.parametrize(("others", "seconds"), [(True, 5), (False, 60)])
+def test_the_only_node_of_a_fleet_has_more_time(others: bool, seconds: int) -> None:
+    """Its host and the server's may be one, and overloaded; no other node could take over."""
+    job = SimulatedJob(Topology(dp=2))
+    job.others_respond = others
+    assert silent(job, 2) == []
+    job.muted_nodes = set(job.nodes)
+    assert silent(job, seconds - 1) == []
+    assert [found.cause for found in silent(job, 2)] == ["node lost"]
+
+
 def test_while_all_batches_are_late_a_silent_node_is_not_lost(job):
     for node in job.nodes:
         job.engine.feed(job.batch(node), job.now_ns)

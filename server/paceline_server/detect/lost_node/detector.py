@@ -24,7 +24,8 @@ class LostNodeDetector(Detector):
     node looks silent, and so does each while the server receives from no node at all. If all of
     several nodes are silent at once, the network is more likely to be down than all of them, so
     that they are lost only after a longer time in which other nodes of the fleet respond; without
-    such nodes nothing is reported. If batches of other nodes arrive late, because the server was
+    such nodes nothing is reported. The only node of a job and a fleet, whose host may be overloaded
+    together with the server's, has that longer time as well: no other could take over. If batches of other nodes arrive late, because the server was
     stopped, is overloaded or rejects what it cannot store, the lease is extended by that delay. A
     node whose ranks still take part in the collectives and transfers of other nodes is not lost:
     only its agent is away.
@@ -71,6 +72,8 @@ class LostNodeDetector(Detector):
         self._delay_seconds = max(
             self._delay_seconds - elapsed, self._lateness_seconds(responding, observation)
         )
+        if self._is_alone(observation):
+            lease *= self.settings.leases_of_all
         lease += self._delay_seconds
         newest_ns = max((observation.last_seen_ns.get(node, 0) for node in nodes), default=0)
         if len(nodes) > 1 and (observation.now_ns - newest_ns) / 1e9 >= lease:
@@ -91,17 +94,20 @@ class LostNodeDetector(Detector):
         # Not cleared if the node responds again: its ranks may have died meanwhile.
         return findings
 
-    def _newest_received_ns(self, observation: Observation) -> int:
-        """Return when the newest batch of any node was received; now for the only node there is.
-
-        The silence of one node that has no others beside it may be its own.
-        """
-        seen_ns = [observation.last_seen_ns.get(node, 0) for node in self._ranks_on]
-        newest_ns = max(seen_ns, default=0)
+    def _is_alone(self, observation: Observation) -> bool:
+        """Return whether the job has one node, and no other one responded when it did last."""
+        if len(self._ranks_on) != 1:
+            return False
+        [seen_ns] = (observation.last_seen_ns.get(node, 0) for node in self._ranks_on)
         lease_ns = int(self.policy.node_lease_seconds * 1e9)
-        if len(seen_ns) == 1 and observation.others_seen_ns < newest_ns - lease_ns:
+        return observation.others_seen_ns < seen_ns - lease_ns
+
+    def _newest_received_ns(self, observation: Observation) -> int:
+        """Return when the newest batch of any node was received; now for a node that is alone."""
+        if self._is_alone(observation):
             return observation.now_ns
-        return max(newest_ns, observation.others_seen_ns)
+        seen_ns = (observation.last_seen_ns.get(node, 0) for node in self._ranks_on)
+        return max([*seen_ns, observation.others_seen_ns])
 
     def _watch_others(self, observation: Observation) -> None:
         """Note since when the server has received from other nodes without a pause."""

@@ -21,7 +21,7 @@ class LostNodeSettings:
     # Once there was a sign, the next one may take so many median steps.
     steps_of_sign: float = 2.0
     # If all of several nodes are silent, while other nodes respond, they are lost after so many
-    # leases: the network between may be down, and the job go on.
+    # leases: the network between may be down, and the job go on. So is a node that is alone.
     leases_of_all: float = 12.0
 
 
