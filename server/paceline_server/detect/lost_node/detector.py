@@ -25,10 +25,10 @@ class LostNodeDetector(Detector):
     several nodes are silent at once, the network is more likely to be down than all of them, so
     that they are lost only after a longer time in which other nodes of the fleet respond; without
     such nodes nothing is reported. The only node of a job and a fleet, whose host may be overloaded
-    together with the server's, has that longer time as well: no other could take over. If batches of other nodes arrive late, because the server was
-    stopped, is overloaded or rejects what it cannot store, the lease is extended by that delay. A
-    node whose ranks still take part in the collectives and transfers of other nodes is not lost:
-    only its agent is away.
+    together with the server's, has that longer time as well: no other could take over. If batches
+    of other nodes arrive late, because the server was stopped, is overloaded or rejects what it
+    cannot store, the lease is extended by that delay. A node whose ranks still take part in the
+    collectives and transfers of other nodes is not lost: only its agent is away.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (FAILURE,)
