@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from operator import index
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakMethod
 
 from msgspec.structs import replace
 
@@ -923,21 +925,22 @@ def _fail(ending: Ending) -> None:
     _stop()
 
 
-def watch_exit(completed_steps: Callable[[], int | None], call: Callable[[], object]) -> None:
+def watch_exit(
+    completed_steps: Callable[[], int | None], call: WeakMethod[Callable[[FrameType], object]]
+) -> None:
     """Let `exits_with_error` know how the process ends also if nothing is recorded.
 
     Args:
         completed_steps: see `SystemExitWatch`.
-        call: made when the main thread calls `sys.exit`.
+        call: made with the calling frame when the main thread calls `sys.exit`.
     """
     global _exit_watch
-    watch = _exit_watch if _session is None else _session.exit_watch
+    watch = None if _session is None else _session.exit_watch
     if watch is None:
-        try:
-            watch = _exit_watch = SystemExitWatch(sys.stderr, completed_steps)
-        except AttributeError:  # the script's own stream
-            return
-    watch.calls.append(call)
+        if _exit_watch is None:
+            _exit_watch = SystemExitWatch(sys.stderr, completed_steps)
+        watch, _exit_watch.completed_steps = _exit_watch, completed_steps
+    watch.add(call)
 
 
 def exits_with_error() -> bool:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from threading import get_ident, main_thread
 from types import FrameType
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 from paceline_wire.ending import Ending
 
@@ -59,14 +60,15 @@ class SystemExitWatch:
     """
 
     def __init__(self, stream: Any, completed_steps: Callable[[], int | None]) -> None:
-        """Start to watch. Raises AttributeError if the stream does not allow it."""
-        self.calls: list[Callable[[], object]] = []  # made when the main thread calls `sys.exit`
-        self._completed_steps = completed_steps
+        """Start to watch. A stream that does not allow it is not watched."""
+        self.completed_steps = completed_steps
+        self._calls: list[WeakMethod[Callable[[FrameType], object]]] = []
         self._text = ""
         self._exit: tuple[Ending, int | None] | None = None
         self._stream = stream
         self._write_stream, self._exit_python = stream.write, sys.exit
-        stream.write = self._write
+        with suppress(AttributeError):
+            stream.write = self._write
         sys.exit = self._sys_exit
         self._quit_python, self._quit = Quitter.__call__, self._make_quit()
         Quitter.__call__ = self._quit  # type: ignore[method-assign]
@@ -78,9 +80,13 @@ class SystemExitWatch:
         if self._text and not self._text.startswith(_UNRAISABLE):
             return ending_of(SystemExit(self._text))
         # A step that the call interrupts is dropped, so that there may be fewer afterwards.
-        if self._exit is not None and (self._completed_steps() or 0) <= (self._exit[1] or 0):
+        if self._exit is not None and (self.completed_steps() or 0) <= (self._exit[1] or 0):
             return self._exit[0]
         return None
+
+    def add(self, call: WeakMethod[Callable[[FrameType], object]]) -> None:
+        """Have `call` made with the calling frame when the main thread calls `sys.exit`."""
+        self._calls = [each for each in self._calls if each() is not None] + [call]
 
     def stop(self) -> None:
         if self._stream.write == self._write:
@@ -111,9 +117,11 @@ class SystemExitWatch:
     def _note(self, status: Any) -> None:
         with suppress(Exception):
             if get_ident() == main_thread().ident:  # in another thread it ends that one
-                self._exit = self._numbered(status, sys._getframe(2))
-                for call in self.calls:
-                    call()
+                caller = sys._getframe(2)
+                self._exit = self._numbered(status, caller)
+                for reference in self._calls:
+                    if (call := reference()) is not None:
+                        call(caller)
 
     def _numbered(self, status: Any, caller: FrameType) -> tuple[Ending, int | None] | None:
         """Return how the process ends with this number, and after how many steps."""
@@ -127,4 +135,4 @@ class SystemExitWatch:
             error = SystemExit(status)
             error.__context__ = handled
             ending = ending_of(error)
-        return ending, self._completed_steps()
+        return ending, self.completed_steps()

@@ -638,14 +638,43 @@ def test_a_node_is_lost_although_the_others_report_only_now_and_then(job):
 
 
 @pytest.mark.parametrize(("others", "seconds"), [(True, 5), (False, 60)])
-def test_the_only_node_of_a_fleet_has_more_time(others: bool, seconds: int) -> None:
+@pytest.mark.parametrize("others_before", [True, False])
+def test_the_only_node_that_may_respond_has_more_time(
+    others: bool, seconds: int, others_before: bool
+) -> None:
     """Its host and the server's may be one, and overloaded; no other node could take over."""
     job = SimulatedJob(Topology(dp=2))
+    job.others_respond = others_before
+    assert silent(job, 10) == []
     job.others_respond = others
-    assert silent(job, 2) == []
     job.muted_nodes = set(job.nodes)
     assert silent(job, seconds - 1) == []
     assert [found.cause for found in silent(job, 2)] == ["node lost"]
+
+
+def test_a_server_that_receives_nothing_for_a_while_does_not_lose_the_only_node_of_a_job() -> None:
+    job = SimulatedJob(Topology(dp=2))
+    job.others_respond = True
+    assert silent(job, 10) == []
+    job.muted_nodes, job.others_respond = set(job.nodes), False
+    assert silent(job, 30) == []
+    job.others_respond = True
+    assert silent(job, 2) == [], "another one responds first"
+    assert [found.cause for found in silent(job, 4)] == ["node lost"]
+
+
+@pytest.mark.parametrize("ahead_seconds", [3, -3])
+def test_a_node_is_lost_also_if_another_server_receives_whose_clock_differs(
+    job, ahead_seconds: int
+) -> None:
+    responding = [node for node in job.nodes if node != "node-2"]
+    findings = []
+    for count in range(60):
+        job.now_ns += 500_000_000
+        for node in responding if count > 10 else job.nodes:
+            job.engine.feed(job.batch(node), job.now_ns - ahead_seconds * 10**9)
+        findings += job.tick(job.now_ns).findings
+    assert [(found.cause, found.node) for found in findings] == [("node lost", "node-2")]
 
 
 def test_while_all_batches_are_late_a_silent_node_is_not_lost(job):

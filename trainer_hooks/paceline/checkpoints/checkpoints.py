@@ -25,7 +25,12 @@ from paceline.checkpoints.errors import CheckpointError
 from paceline.checkpoints.interval import CheckpointInterval
 from paceline.checkpoints.layout import Saved, claim_next, run_of, saved_checkpoints
 from paceline.checkpoints.memory.captures import Captures
-from paceline.checkpoints.memory.copies import MemoryCopies, end_dropped, open_copies
+from paceline.checkpoints.memory.copies import (
+    MemoryCopies,
+    end_dropped,
+    end_dropped_at_exit,
+    open_copies,
+)
 from paceline.checkpoints.memory.file import CopyFile
 from paceline.checkpoints.memory.state import MemoryState
 from paceline.checkpoints.parts import (
@@ -114,6 +119,7 @@ class Checkpoints:
         hooks.start_if_asked()
         directory = Path(directory).absolute()  # the script may change its working directory
         group = _new_group()
+        self._is_alone = group is None
         self.step = 0  # completed steps
         self._driver = requests.RequestDriver()
         self.resumed_step: int | None = None  # step of the loaded checkpoint; None: without one
@@ -184,16 +190,16 @@ class Checkpoints:
             watched = ref(self)
             hooks.watch_exit(
                 lambda: None if (state := watched()) is None else state.step,
-                partial(_call, WeakMethod(self._position.exits)),
+                WeakMethod(self._position.exits),
             )
             requests.before_end(self._end_copies)
             requests.before_end(end_dropped)
             # Many scripts do not destroy their process group.
-            atexit.register(_call, WeakMethod(self._end_copies))
-            atexit.unregister(end_dropped)
-            atexit.register(end_dropped)
+            atexit.register(_call_at_exit, WeakMethod(self._end_at_exit))
+            atexit.unregister(end_dropped_at_exit)
+            atexit.register(end_dropped_at_exit)
         kept = self._copies, self._replicas, self._position, self._driver
-        finalize(self, _drop, *kept).atexit = False
+        finalize(self, _drop, *kept, is_alone=group is None).atexit = False
 
     def _open_replicas(self, training: str) -> ReplicaCheck | None:
         """Begin to compare replicas, if this rank has any and the user has not turned it off.
@@ -289,6 +295,7 @@ class Checkpoints:
             if self.stopped:
                 return
             self._position.epoch = self._epoch - 1  # also after an epoch without a loop
+            self._position.is_last = self._epoch == count - 1
             yield self._epoch
 
     def save(self) -> None:
@@ -374,7 +381,6 @@ class Checkpoints:
             self._batches.is_replaced = True
         self._batches = SkippingBatches(batches)
         self._skip_if_due()
-        self._position.is_in_loop, self._position.is_left_by_exit = True, False
         return iter(()) if self._act() else self._batches
 
     def _refuse_uneven_steps(self) -> None:
@@ -447,7 +453,7 @@ class Checkpoints:
         """End the epoch. A step that was followed by `break` is counted here."""
         if self._counts_optimizers:
             self._count_step()
-        self._taken = self._position.is_in_loop = False
+        self._taken = False
         self._position.is_over = self._batches is not None and self._batches.is_over
         if self._agreement is not None:
             self._agreement.leave()
@@ -491,8 +497,12 @@ class Checkpoints:
 
     def _end_copies(self) -> None:
         if self._copies is not None:
-            is_left = self.stopped or self._position.is_left_by_exit
-            self._copies.close_at_end(is_complete=self._is_searched and not is_left)
+            self._copies.close_at_end(is_complete=self._is_searched and not self.stopped)
+
+    def _end_at_exit(self) -> None:
+        if self._copies is not None:
+            is_over = _is_over_at_exit(self._position, self._driver, is_alone=self._is_alone)
+            self._copies.close_at_end(is_complete=self._is_searched and is_over)
 
     def _save(self) -> None:
         self._saved_at = started = monotonic()
@@ -625,18 +635,44 @@ def _drop(
     replicas: ReplicaCheck | None,
     position: DataPosition,
     driver: requests.RequestDriver,
+    *,
+    is_alone: bool,
 ) -> None:
     """End the threads of a `Checkpoints` that the script has dropped; in any thread."""
     if replicas is not None:
         replicas.end()
     if copies is not None:
-        is_left = driver.stopped or position.is_left_by_exit
-        copies.drop(is_complete=position.epoch >= 0 and not is_left)
+        copies.drop(
+            is_complete=position.epoch >= 0 and not driver.stopped,
+            is_over=_is_over_at_exit(position, driver, is_alone=is_alone),
+        )
+
+
+def _is_over_at_exit(
+    position: DataPosition, driver: requests.RequestDriver, *, is_alone: bool
+) -> bool:
+    """Return whether copies are of no use once the process ends, without an error.
+
+    A process with a process group that it does not destroy may end before its training does, as on
+    a signal; a process alone mostly ends with it, also after a `break`.
+    """
+    if driver.stopped or position.epoch < 0:
+        return False
+    if is_alone:
+        return position.is_over or not position.is_left_by_exit
+    return position.is_complete
 
 
 def _call(reference: WeakMethod[Callable[[], object]], *_: object) -> None:
     if (method := reference()) is not None:
         method()
+
+
+def _call_at_exit(reference: WeakMethod[Callable[[], object]]) -> None:
+    try:
+        _call(reference)
+    except Exception as error:
+        _log.warning("copies in memory were not deleted: %s", reason_of(error))
 
 
 def _is_over(saved: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ with, and the batches that were taken are skipped. Then the random states of the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class DataPosition:
         self.epoch = -1  # number of the one in progress
         self.batches = 0  # taken in this epoch
         self.is_over = False  # this epoch, and its loop was left
-        self.is_in_loop = False
-        self.is_left_by_exit = False  # the script called `sys.exit` in its loop, as on a signal
+        self.is_last = True  # no epoch follows that `Checkpoints.epochs` counts
+        self.is_left_by_exit = False  # a function called `sys.exit`, as a handler of a signal does
         self.batches_per_step = 1  # in the newest step: more if it accumulates gradients
         self._in_step = 0
         self._in_steps = 0  # batches of this epoch that belong to completed steps
@@ -55,12 +56,18 @@ class DataPosition:
             for parameter in group["params"]
         )
 
-    def exits(self) -> None:
-        """Note that the script calls `sys.exit`."""
-        self.is_left_by_exit = self.is_in_loop
+    @property
+    def is_complete(self) -> bool:
+        """Whether no data is left, as far as this loop, its epochs and the script's exit show."""
+        return self.is_over and self.is_last and not self.is_left_by_exit
+
+    def exits(self, caller: FrameType) -> None:
+        """Note that the script calls `sys.exit`. Outside of any function it ends the script."""
+        self.is_left_by_exit = caller.f_code.co_name != "<module>"
 
     def took(self, skipped: int = 0) -> None:
         """Count a batch that was taken, and those that were left out before it."""
+        self.is_left_by_exit = False
         self.batches += 1 + skipped
         self._in_step += 1
 

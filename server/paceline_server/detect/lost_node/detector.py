@@ -24,11 +24,11 @@ class LostNodeDetector(Detector):
     node looks silent, and so does each while the server receives from no node at all. If all of
     several nodes are silent at once, the network is more likely to be down than all of them, so
     that they are lost only after a longer time in which other nodes of the fleet respond; without
-    such nodes nothing is reported. The only node of a job and a fleet, whose host may be overloaded
-    together with the server's, has that longer time as well: no other could take over. If batches
-    of other nodes arrive late, because the server was stopped, is overloaded or rejects what it
-    cannot store, the lease is extended by that delay. A node whose ranks still take part in the
-    collectives and transfers of other nodes is not lost: only its agent is away.
+    such nodes nothing is reported. If no other node responds, the only node of a job, whose host
+    may be overloaded together with the server's, is lost after that time: no other could take over.
+    If batches of other nodes arrive late, because the server was stopped, is overloaded or rejects
+    what it cannot store, the lease is extended by that delay. A node whose ranks still take part in
+    the collectives and transfers of other nodes is not lost: only its agent is away.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (FAILURE,)
@@ -41,6 +41,9 @@ class LostNodeDetector(Detector):
         self.settings = settings
         self._silent_since_ns: dict[str, int] = {}  # later than the last batch by pauses since
         self._last_tick_ns = 0
+        self._resumed_ns = 0  # the end of the last pause of this server
+        self._newest_ns = 0  # when the newest batch of any node was received, by its receiver
+        self._arrived_ns = 0  # ... and seen here
         self._witnessed_since_ns: int | None = None  # other nodes respond
         self._lost: dict[str, Finding] = {}
         self._delay_seconds = 0.0
@@ -53,10 +56,12 @@ class LostNodeDetector(Detector):
         pause_ns = int(self.settings.own_pause_seconds * 1e9)
         elapsed_ns = observation.now_ns - self._last_tick_ns  # negative: the clock was set back
         nodes = sorted(self._ranks_on)
+        self._watch_arrivals(observation)
         if not 0 <= elapsed_ns <= pause_ns:
             self._silent_since_ns = dict.fromkeys(nodes, observation.now_ns)
+            self._resumed_ns = self._arrived_ns = observation.now_ns
             self._witnessed_since_ns = None
-        elif observation.now_ns - self._newest_received_ns(observation) > pause_ns:
+        elif observation.now_ns - self._arrived_ns > pause_ns:
             for node in nodes:
                 self._silent_since_ns[node] += elapsed_ns
         self._watch_others(observation)
@@ -72,8 +77,6 @@ class LostNodeDetector(Detector):
         self._delay_seconds = max(
             self._delay_seconds - elapsed, self._lateness_seconds(responding, observation)
         )
-        if self._is_alone(observation):
-            lease *= self.settings.leases_of_all
         lease += self._delay_seconds
         newest_ns = max((observation.last_seen_ns.get(node, 0) for node in nodes), default=0)
         if len(nodes) > 1 and (observation.now_ns - newest_ns) / 1e9 >= lease:
@@ -81,6 +84,11 @@ class LostNodeDetector(Detector):
             if seconds < lease * self.settings.leases_of_all:
                 # Gives the others a full lease once one responds.
                 self._silent_since_ns = dict.fromkeys(nodes, observation.now_ns)
+                return []
+            silence = dict.fromkeys(nodes, seconds)
+        elif len(nodes) == 1 and self._witnessed_since_ns is None:
+            seconds = (observation.now_ns - max(newest_ns, self._resumed_ns)) / 1e9
+            if seconds < lease * self.settings.leases_of_all:
                 return []
             silence = dict.fromkeys(nodes, seconds)
         findings = []
@@ -94,20 +102,11 @@ class LostNodeDetector(Detector):
         # Not cleared if the node responds again: its ranks may have died meanwhile.
         return findings
 
-    def _is_alone(self, observation: Observation) -> bool:
-        """Return whether the job has one node, and no other one responded when it did last."""
-        if len(self._ranks_on) != 1:
-            return False
-        [seen_ns] = (observation.last_seen_ns.get(node, 0) for node in self._ranks_on)
-        lease_ns = int(self.policy.node_lease_seconds * 1e9)
-        return observation.others_seen_ns < seen_ns - lease_ns
-
-    def _newest_received_ns(self, observation: Observation) -> int:
-        """Return when the newest batch of any node was received; now for a node that is alone."""
-        if self._is_alone(observation):
-            return observation.now_ns
-        seen_ns = (observation.last_seen_ns.get(node, 0) for node in self._ranks_on)
-        return max([*seen_ns, observation.others_seen_ns])
+    def _watch_arrivals(self, observation: Observation) -> None:
+        """Note when something arrived. Several servers may receive, each with its own clock."""
+        newest_ns = max([*observation.last_seen_ns.values(), observation.others_seen_ns])
+        if newest_ns != self._newest_ns:
+            self._newest_ns, self._arrived_ns = newest_ns, observation.now_ns
 
     def _watch_others(self, observation: Observation) -> None:
         """Note since when the server has received from other nodes without a pause."""

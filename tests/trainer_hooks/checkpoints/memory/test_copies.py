@@ -170,41 +170,70 @@ def test_copies_are_kept_if_an_error_ends_the_training(
 
 
 RANK_SCRIPT = """
-import os, sys, time, torch, torch.distributed as dist, paceline
+import os, signal, sys, time, torch, torch.distributed as dist, paceline
 rank, directory, end = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=2)
 
+def preempted(*_):
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, preempted)
+
 def main():
     weight = torch.zeros(3)
     state = paceline.Checkpoints(f"{directory}/saved", every=0, memory=True, weight=weight)
-    for number in paceline.steps(range(9), state=state):
-        while state._copies._is_writing and not state._copies.is_off:
-            time.sleep(0.001)
-        if number == 7 and end == "preempted":
-            sys.exit(0)
-        if number == 7 and end == "break":
-            break
+    for epoch in state.epochs(2):
+        for number in paceline.steps(range(5), state=state):
+            while state._copies._is_writing and not state._copies.is_off:
+                time.sleep(0.001)
+            if number == 3 and end == "caught":
+                try:
+                    sys.exit(1)
+                except SystemExit:
+                    pass
+            if number == 3 and end == "break":
+                break
+            if number == 3 and end == "raised":
+                raise SystemExit(1)
+            if number == 3 and end == "preempted":
+                os.kill(os.getpid(), signal.SIGTERM)
+        if end == "between epochs":
+            os.kill(os.getpid(), signal.SIGTERM)
     assert not state._copies.is_off
     return state if "keep" in sys.argv else None
 
 kept = main()
+if end == "child" and os.fork() == 0:
+    sys.exit(0)
+if end == "child":
+    os.wait()
 if end == "exit":
     sys.exit(0)
-if end == "failed":
+if end in ("failed", "child"):
     sys.exit(1)
 """
 
 
 @pytest.mark.parametrize("kept", ["keep", "drop"])
 @pytest.mark.parametrize(
-    ("end", "remain"),
-    [("end", False), ("break", False), ("exit", False), ("failed", True), ("preempted", True)],
+    ("end", "status", "remain"),
+    [
+        ("end", 0, False),
+        ("exit", 0, False),
+        ("caught", 0, False),
+        ("break", 0, True),
+        ("preempted", 0, True),
+        ("between epochs", 0, True),
+        ("raised", 1, True),
+        ("failed", 1, True),
+        ("child", 1, True),
+    ],
 )
 def test_copies_of_ranks_that_do_not_destroy_their_process_group(
-    tmp_path: Path, root: Path, end: str, remain: bool, kept: str
+    tmp_path: Path, root: Path, end: str, status: int, remain: bool, kept: str
 ) -> None:
-    """They were left in memory for a day. A signal handler may call `sys.exit` in the loop."""
+    """They were left in memory for a day after each training."""
     environment = os.environ | {"PACELINE_RING_DIRECTORY": "", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         forked_python.ForkedPython(["-c", RANK_SCRIPT, rank, tmp_path, end, kept], environment)
@@ -212,7 +241,7 @@ def test_copies_of_ranks_that_do_not_destroy_their_process_group(
     ]
     for rank in ranks:
         _, errors = rank.communicate(timeout=150)
-        assert (rank.returncode, errors) == (int(end == "failed"), "")
+        assert (rank.returncode, errors) == (status, "")
     assert bool(list(root.glob("*/*.copy"))) is remain
 
 

@@ -72,9 +72,19 @@ LONGEST_PAUSE_SECONDS = 300.0  # after failed transfers
 _CLOSE_SECONDS = 2.0
 _NOTHING_LIVE: LiveTensors = {}  # if nothing is deferred
 _awaited: list[CopySlot] = []  # whose memory is not freed, because a GPU that hangs may write to it
-# Trainings of which the script has dropped the state: directory, generation and ranks of their
-# copies.
-_dropped: list[tuple[CopyDirectory, int, frozenset[int]]] = []
+
+
+class _DroppedCopies(NamedTuple):
+    """Complete copies of a training that the script has dropped."""
+
+    pid: int
+    directory: CopyDirectory
+    generation: int
+    ranks: frozenset[int]
+    is_over: bool  # to be deleted at the end of the process, too
+
+
+_dropped: list[_DroppedCopies] = []
 
 
 class _RankNode(NamedTuple):
@@ -591,10 +601,14 @@ class MemoryCopies:
         """Close. Keep the copies if the training is not complete, or an error ends it."""
         self.close(remove=is_complete and not _has_failed())
 
-    def drop(self, *, is_complete: bool) -> None:
+    def drop(self, *, is_complete: bool, is_over: bool) -> None:
         """Close without a wait, because the script has dropped its state; in any thread.
 
         The copies are kept for a while: the script may train again after an error.
+
+        Args:
+            is_complete: they are deleted when the process group is destroyed.
+            is_over: they are deleted when the process ends.
         """
         if self._closed.is_set() or os.getpid() != self._pid:
             return
@@ -603,22 +617,34 @@ class MemoryCopies:
         self._end_threads()
         self._directory.delete_parts(self._generation, os.getpid())
         if is_complete:
-            _dropped.append((self._directory, self._generation, self._ranks))
+            _dropped.append(
+                _DroppedCopies(self._pid, self._directory, self._generation, self._ranks, is_over)
+            )
 
 
-def _remove_dropped(run: str = "") -> None:
+def _remove_dropped(run: str = "", *, at_exit: bool = False) -> None:
     """Delete the copies of trainings that the script has dropped, but of this run."""
     for each in list(_dropped):
-        directory, generation, ranks = each
-        if directory.run != run:
-            _dropped.remove(each)
-            directory.remove(generation, ranks)
+        if each.directory.run == run or (at_exit and not each.is_over):
+            continue
+        _dropped.remove(each)
+        if each.pid == os.getpid():  # and not those of the process that forked this one
+            each.directory.remove(each.generation, each.ranks)
 
 
 def end_dropped() -> None:
     """Delete the copies of all trainings that the script has dropped, unless it failed."""
     if not _has_failed():
         _remove_dropped()
+
+
+def end_dropped_at_exit() -> None:
+    """Delete those of the trainings that are over."""
+    try:
+        if not _has_failed():
+            _remove_dropped(at_exit=True)
+    except Exception as error:
+        _log.warning("copies in memory were not deleted: %s", reason_of(error))
 
 
 def _has_failed() -> bool:
