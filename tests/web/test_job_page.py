@@ -240,6 +240,9 @@ def test_a_refused_restart_shows_the_reason(story: Any, visit: Callable[..., Any
     watch.refused.remove(409)
     dialog.get_by_role("button", name="Cancel").click()
     expect(dialog).to_have_count(0)
+    page.get_by_role("button", name="Restart…").click()
+    expect(dialog.get_by_role("alert")).to_have_count(0)
+    expect(dialog.get_by_role("checkbox", name="Save a checkpoint first")).to_be_checked()
 
 
 def test_proposal_has_no_buttons_outside_mode_approve(

@@ -191,7 +191,7 @@ class Supervisor:
             if RankKey(job, generation, spec.rank) not in self._ranks
         ]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_SECONDS + guard.STARVED_SECONDS):
+            async with asyncio.timeout(START_SECONDS + guard.STARVED_SECONDS * len(ranks)):
                 for rank in ranks:
                     await rank.started.wait()
         failed = [

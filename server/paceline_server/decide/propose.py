@@ -69,6 +69,10 @@ def _in_maintenance(window: str) -> str:
     )
 
 
+def _refused(refusal: str) -> str:
+    return f"Mode auto would not restart: {refusal}."
+
+
 def _is_in_window(draft: Draft) -> bool:
     """Return whether a planned restart may begin by itself at this time."""
     windows = draft.policy.planned_restart_windows
@@ -174,10 +178,12 @@ def _with_later_checkpoint(
         return None
     if is_free and draft.maintenance is not None:
         return replace(progress, held=True, remark=_in_maintenance(draft.maintenance))
+    refusal = budget.refusal(draft.view, draft.policy, draft.now_ns)
+    remark = progress.remark if refusal is None else f"{progress.remark} {_refused(refusal)}"
     if not is_free or draft.policy.mode != "auto":
-        return progress
-    remark = _reason_to_hold(draft, _with_figures(draft, action, progress))
-    return replace(progress, held=True, remark=remark)
+        return replace(progress, remark=remark.strip())
+    reason = _reason_to_hold(draft, _with_figures(draft, action, progress))
+    return replace(progress, held=True, remark=reason or remark.strip())
 
 
 def _is_moot(draft: Draft, action: ActionView) -> bool:
@@ -203,11 +209,10 @@ def _is_due(draft: Draft, action: ActionView) -> bool:
     progress, worth = progress_of(action), action.worth
     if progress.after_window:
         return _is_due_after_window(draft, action)
-    is_launched = draft.view.launch is not None
-    is_worth_it = is_launched if worth is None else worth.is_positive
+    is_worth_it = worth is None or worth.is_positive
     if not progress.held or not is_worth_it or action.incident_id is None:
         return False
-    if is_launched and launch_result(draft, action, "check").state != "done":
+    if draft.view.launch is not None and launch_result(draft, action, "check").state != "done":
         return False
     if draft.policy.mode != "auto" or _running(draft) is not None or not is_progressing(draft):
         return False
@@ -424,8 +429,7 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
     for other in pending:
         draft.end_action(other, "superseded", error="A more urgent restart is proposed.")
     if refusal is not None:  # a person may exceed the budget
-        remark = f"{progress.remark} Mode auto would not restart: {refusal}.".strip()
-        progress = replace(progress, remark=remark)
+        progress = replace(progress, remark=f"{progress.remark} {_refused(refusal)}".strip())
     action = _with_figures(draft, _record(draft, incident, remedy, "proposed", reason), progress)
     if draft.maintenance is not None and is_free:
         remark = f"{progress.remark} {_in_maintenance(draft.maintenance)}".strip()

@@ -89,6 +89,7 @@ def test_a_missing_program_is_reported_although_its_process_gets_a_cpu_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_EXEC_SECONDS", 0.1)
+    monkeypatch.setattr(guard, "STARVED_SECONDS", 60.0)
     become_rank = guard._become_rank
 
     def become_rank_late(message: dict[str, Any], guard_pid: int) -> None:

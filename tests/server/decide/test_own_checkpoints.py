@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from paceline_server.decide import propose
 from paceline_server.decide.progress import progress_of
 from paceline_server.decide.types import ActionView, Experience
 from paceline_server.policy import Policy
@@ -129,6 +130,20 @@ def test_once_the_script_saves_again_the_proposal_is_to_wait_again(
     world.until(lambda: world.phase() == "wait")
     world.until_running(2)
     assert restart(world).lost_steps == 1
+
+
+def test_a_proposal_to_wait_says_that_the_budget_is_used_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.tick((world.finding(),))
+    world.can_save = False
+    world.until(lambda: not restart(world).is_waiting, 120.0)
+    monkeypatch.setattr(propose.budget, "refusal", lambda *_: "it had 4 restarts in an hour")
+    world.can_save = True
+    world.until(lambda: "own next checkpoint" in restart(world).reason, 60.0)
+    world.run(5.0)
+    assert (restart(world).state, world.generation) == ("proposed", 1)
+    assert "Mode auto would not restart: it had 4 restarts in an hour." in restart(world).reason
 
 
 def test_a_slowdown_before_the_second_checkpoint_waits_for_the_third() -> None:

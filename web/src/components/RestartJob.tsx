@@ -10,16 +10,29 @@ interface Props {
   onRequested: (action: Action) => void;
 }
 
-/** A button that opens a form for a restart that no incident asks for. */
-export function RestartJob({ job, nodes, onRequested }: Props) {
+/**
+ * A button that opens a form for a restart that no incident asks for. An open form stays if a
+ * restart is no longer possible: the response says why.
+ */
+export function RestartJob({ job, nodes, isPossible, onRequested }: Props & { isPossible: boolean }) {
   const dialog = useRef<HTMLDialogElement>(null);
+  const [opened, setOpened] = useState(0);
   return (
     <>
-      <button type="button" onClick={() => dialog.current?.showModal()}>
-        Restart…
-      </button>
+      {isPossible && (
+        <button
+          type="button"
+          onClick={() => {
+            setOpened(opened + 1); // an empty form each time
+            dialog.current?.showModal();
+          }}
+        >
+          Restart…
+        </button>
+      )}
       <dialog ref={dialog} aria-labelledby="restart-title">
         <Form
+          key={opened}
           job={job}
           nodes={nodes}
           onCancel={() => dialog.current?.close()}
@@ -45,11 +58,7 @@ function Form({ job, nodes, onCancel, onRequested }: Props & { onCancel: () => v
     setError(null);
     try {
       const chosen = nodes.filter((node) => excluded.has(node));
-      const action = await api.restart(job.id, { exclude_nodes: chosen, checkpoint: saves, comment });
-      setExcluded(new Set());
-      setSaves(true);
-      setComment("");
-      onRequested(action);
+      onRequested(await api.restart(job.id, { exclude_nodes: chosen, checkpoint: saves, comment }));
     } catch (problem) {
       setError(problem instanceof ApiError ? problem.message : String(problem));
     } finally {
@@ -70,13 +79,16 @@ function Form({ job, nodes, onCancel, onRequested }: Props & { onCancel: () => v
         <input
           type="checkbox"
           checked={saves}
+          aria-describedby="restart-saves"
           onChange={(event) => {
             setSaves(event.currentTarget.checked);
           }}
         />
         Save a checkpoint first
       </label>
-      <p class="muted">{saves ? "If it cannot save one, it is not stopped." : repeated(job)}</p>
+      <p class="muted" id="restart-saves">
+        {saves ? "If it cannot save one, it is not stopped." : repeated(job)}
+      </p>
       {nodes.length > 0 && (
         <fieldset>
           <legend>Without these nodes (they are quarantined)</legend>
@@ -104,6 +116,9 @@ function Form({ job, nodes, onCancel, onRequested }: Props & { onCancel: () => v
           maxLength={1000}
           placeholder="Why, for the audit log"
           value={comment}
+          onKeyDown={(event) => {
+            if (event.key === "Enter") event.preventDefault(); // only the button restarts the job
+          }}
           onInput={(event) => {
             setComment(event.currentTarget.value);
           }}
@@ -126,8 +141,8 @@ function Form({ job, nodes, onCancel, onRequested }: Props & { onCancel: () => v
   );
 }
 
-function repeated({ checkpoint_step }: Job): string {
-  if (checkpoint_step === null)
-    return "The ranks are stopped at once. Without a checkpoint, the job begins again at its first step.";
+function repeated({ checkpoint_step, resumes, policy }: Job): string {
+  if (checkpoint_step === null || resumes === false || policy.resumes === "no")
+    return "The ranks are stopped at once. Without a checkpoint to resume from, the job begins again at its first step.";
   return `The ranks are stopped at once, and the steps since step ${format.number(checkpoint_step)} are repeated.`;
 }

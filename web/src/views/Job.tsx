@@ -113,9 +113,12 @@ function JobPage({ state, connection, onDecided, onRequested }: PageProps) {
   return (
     <article class="job" data-connection={connection} aria-busy={!state.complete}>
       <VerdictBanner job={job} incidents={incidents} connection={connection}>
-        {canRestart(job, actions) && (
-          <RestartJob job={job} nodes={[...placed.keys()].sort()} onRequested={onRequested} />
-        )}
+        <RestartJob
+          job={job}
+          nodes={[...placed.keys()].sort()}
+          isPossible={canRestart(job, actions)}
+          onRequested={onRequested}
+        />
       </VerdictBanner>
       <Stats job={job} ended={state.ranks.filter((rank) => rank.state === "exited").length} />
       <div class="columns">
@@ -228,7 +231,8 @@ const UNFINISHED: readonly Action["state"][] = ["proposed", "approved", "running
 
 function canRestart(job: Job, actions: readonly Action[]): boolean {
   const isUnderWay = actions.some(({ state }) => state === "approved" || state === "running");
-  return (job.state === "starting" || job.state === "running") && !isUnderWay;
+  const isObserved = job.watched && job.mode === "observe"; // an external job
+  return (job.state === "starting" || job.state === "running") && !isUnderWay && !isObserved;
 }
 
 function VerdictBanner(props: {
