@@ -65,8 +65,8 @@ class SystemExitWatch:
         self._calls: list[WeakMethod[Callable[[FrameType], object]]] = []
         self._text = ""
         self._exit: tuple[Ending, int | None] | None = None
-        self._stream = stream
-        self._write_stream, self._exit_python = stream.write, sys.exit
+        self._stream, self._exit_python = stream, sys.exit
+        self._write_stream = getattr(stream, "write", None)  # a daemon may have no stream
         with suppress(AttributeError):
             stream.write = self._write
         sys.exit = self._sys_exit
@@ -89,7 +89,7 @@ class SystemExitWatch:
         self._calls = [each for each in self._calls if each() is not None] + [call]
 
     def stop(self) -> None:
-        if self._stream.write == self._write:
+        if getattr(self._stream, "write", None) == self._write:
             self._stream.write = self._write_stream
         if sys.exit == self._sys_exit:
             sys.exit = self._exit_python

@@ -31,6 +31,7 @@ async def renewals(
         yield link
     finally:
         await link.close()
+        await asyncio.sleep(0)  # a task that never ran would not close its connection
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         await asyncio.sleep(0.05)  # until their connections are closed

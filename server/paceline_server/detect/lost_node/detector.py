@@ -57,7 +57,7 @@ class LostNodeDetector(Detector):
         elapsed_ns = observation.now_ns - self._last_tick_ns  # negative: the clock was set back
         nodes = sorted(self._ranks_on)
         self._watch_arrivals(observation)
-        if not 0 <= elapsed_ns <= pause_ns:
+        if not self._silent_since_ns or not 0 <= elapsed_ns <= pause_ns:
             self._silent_since_ns = dict.fromkeys(nodes, observation.now_ns)
             self._resumed_ns = self._arrived_ns = observation.now_ns
             self._witnessed_since_ns = None

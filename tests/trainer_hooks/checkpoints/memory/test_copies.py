@@ -169,6 +169,17 @@ def test_copies_are_kept_if_an_error_ends_the_training(
     assert list(root.iterdir()) == []
 
 
+@pytest.mark.parametrize("stream", ["None", "object()", "types.MappingProxyType({})"])
+def test_a_script_without_a_standard_error_keeps_its_copies_as_well(
+    tmp_path: Path, root: Path, stream: str
+) -> None:
+    script = f"import sys, types; sys.stderr = {stream}\n{SCRIPT}"
+    environment = os.environ | {"PACELINE_RING_DIRECTORY": ""}
+    arguments = ["-c", script, tmp_path / "saved", "exit"]
+    assert forked_python.run(arguments, environment).returncode == 1
+    assert len(list(root.glob("*/*.copy"))) > 0
+
+
 RANK_SCRIPT = """
 import os, signal, sys, time, torch, torch.distributed as dist, paceline
 rank, directory, end = int(sys.argv[1]), sys.argv[2], sys.argv[3]
