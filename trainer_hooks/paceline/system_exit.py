@@ -66,7 +66,7 @@ class SystemExitWatch:
         self._text = ""
         self._exit: tuple[Ending, int | None] | None = None
         self._stream, self._exit_python = stream, sys.exit
-        self._write_stream = getattr(stream, "write", None)  # a daemon may have no stream
+        self._write_stream: Any = getattr(stream, "write", None)  # a daemon may have no stream
         with suppress(AttributeError):
             stream.write = self._write
         sys.exit = self._sys_exit

@@ -176,7 +176,7 @@ def test_a_script_without_a_standard_error_keeps_its_copies_as_well(
     script = f"import sys, types; sys.stderr = {stream}\n{SCRIPT}"
     environment = os.environ | {"PACELINE_RING_DIRECTORY": ""}
     arguments = ["-c", script, tmp_path / "saved", "exit"]
-    assert forked_python.run(arguments, environment).returncode == 1
+    assert forked_python.run(arguments, environment).returncode in (1, 120)  # 120: by Python itself
     assert len(list(root.glob("*/*.copy"))) > 0
 
 
