@@ -127,7 +127,7 @@ def test_metrics_include_those_of_the_worker(
     post_job(process.url())
 
     def value(name: str) -> float:
-        """Return the value of the only sample of this name, 0 if there is none yet."""
+        """Return the value of this metric, which has one sample; 0 before it has any."""
         text = httpx.get(f"{process.url()}/metrics", timeout=60.0).text
         samples = [
             each for family in text_string_to_metric_families(text) for each in family.samples

@@ -15,7 +15,7 @@ from paceline_agent.clock import Clock, SystemClock
 from paceline_agent.collect.blocks import Series, SeriesBlock, count
 from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
 from paceline_agent.collect.pool import CollectorLane, CollectorPool, lane_of
-from paceline_agent.collect.scheduling import Runnable, is_starved
+from paceline_agent.collect.scheduling import Runnable, is_stuck, watched_seconds
 from paceline_wire.batch import CollectorEvent, GpuInfo
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 BURST_INTERVAL_SECONDS = 0.1
 BURST_SECONDS_AT_MOST = 30.0
-# the end of a call's deadline, in which it is observed whether the call is stuck
-_WATCHED_SECONDS = 0.5
+BUSY = "it is busy, or the host short of CPU"
 
 _HEALTH = (
     "paceline_collector_success",
@@ -188,7 +187,7 @@ class _ScheduledCollector:
 
     def _start_deadline(self) -> None:
         loop = asyncio.get_running_loop()
-        watched = min(_WATCHED_SECONDS, self._type.deadline_seconds / 2)
+        watched = watched_seconds(self._type.deadline_seconds)
         delay = self._type.deadline_seconds - watched
         self._next = loop.call_later(delay, self._watch, loop.time(), watched)
 
@@ -203,16 +202,13 @@ class _ScheduledCollector:
     ) -> None:
         now = asyncio.get_running_loop().time()
         elapsed = now - watched_since
-        # After a late timer, the result may have arrived without being read yet.
-        is_late = elapsed > 2 * seconds
-        if not is_late and not is_starved(before, self.lane.runnable(), elapsed):
+        if is_stuck(before, self.lane.runnable(), elapsed, seconds):
             deadline = self._type.deadline_seconds
             self._give_up("quarantined", f"no answer within {deadline:g} s")
         elif now - began < self._patience.starved_seconds:
             self._watch(began, seconds)
         else:
-            detail = f"no answer within {now - began:.0f} s: it is busy, or the host short of CPU"
-            self._give_up("unavailable", detail)
+            self._give_up("unavailable", f"no answer within {now - began:.0f} s: {BUSY}")
 
     def _give_up(self, kind: str, detail: str) -> None:
         """Report the call as late; it may still return."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_WATCHED_SECONDS = 0.5
 _RUNNABLE_SHARE = 0.2  # share of the watched time
 
 
@@ -40,6 +41,27 @@ def process_runnable(pid: int) -> Runnable | None:
 def thread_runnable(native_id: int) -> Runnable | None:
     """Return the same for one thread of this process."""
     return _sum(os.getpid(), [native_id])
+
+
+def watched_seconds(deadline_seconds: float) -> float:
+    """Return how long a call is observed at the end of its deadline, to see whether it is stuck."""
+    return min(_WATCHED_SECONDS, deadline_seconds / 2)
+
+
+def is_stuck(
+    before: Runnable | None, after: Runnable | None, elapsed_seconds: float, planned_seconds: float
+) -> bool:
+    """Return whether a call without a result neither runs nor waits for a CPU.
+
+    Args:
+        before: its state at the begin of the time in which it was observed.
+        after: its state at the end.
+        elapsed_seconds: that time.
+        planned_seconds: what it should have been. After a late timer, the result may have arrived
+            without being read yet.
+    """
+    is_late = elapsed_seconds > 2 * planned_seconds
+    return not is_late and not is_starved(before, after, elapsed_seconds)
 
 
 def is_starved(before: Runnable | None, after: Runnable | None, elapsed_seconds: float) -> bool:

@@ -16,8 +16,8 @@ from paceline_agent.collect import frozen_tree as frozen
 from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
 from paceline_agent.collect.pool import CollectorLane, lane_of
-from paceline_agent.collect.runner import Patience, bounded, health, health_series
-from paceline_agent.collect.scheduling import is_starved
+from paceline_agent.collect.runner import BUSY, Patience, bounded, health, health_series
+from paceline_agent.collect.scheduling import is_stuck, watched_seconds
 from paceline_agent.expose import catalog, standard_output
 from paceline_agent.expose.exposition import render
 from paceline_agent.expose.scrape import completed
@@ -26,9 +26,6 @@ from paceline_agent.rings.reader import ranks_in
 from paceline_agent.settings import AgentSettings
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 from paceline_wire.node_directory import RINGS
-
-# the end of a call's deadline, in which it is observed whether the call is stuck
-_WATCHED_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +130,9 @@ async def _result(lane: CollectorLane, patience_seconds: float) -> Collected:
         TimeoutError: the call is late and stuck.
         CollectorUnavailable: it is late by `Patience.starved_seconds`, or the collector raised it.
     """
-    watched = min(_WATCHED_SECONDS, patience_seconds / 2)
+    watched, most = watched_seconds(patience_seconds), patience_seconds + Patience().starved_seconds
     call = asyncio.ensure_future(lane.collect(time.time_ns()))
-    latest = time.monotonic() + patience_seconds + Patience().starved_seconds
+    latest = time.monotonic() + most
     try:
         await asyncio.wait({call}, timeout=patience_seconds - watched)
         while not call.done():
@@ -144,13 +141,10 @@ async def _result(lane: CollectorLane, patience_seconds: float) -> Collected:
             now = time.monotonic()
             if call.done():
                 break
-            is_late = now - began > 2 * watched  # the result may have arrived without being read
-            if not is_late and not is_starved(before, lane.runnable(), now - began):
+            if is_stuck(before, lane.runnable(), now - began, watched):
                 raise TimeoutError
             if now > latest:
-                waited = patience_seconds + Patience().starved_seconds
-                detail = f"no answer within {waited:g} s: it is busy, or the host short of CPU"
-                raise CollectorUnavailable(detail)
+                raise CollectorUnavailable(f"no answer within {most:g} s: {BUSY}")
         return call.result()
     finally:
         call.cancel()
