@@ -69,10 +69,6 @@ def _in_maintenance(window: str) -> str:
     )
 
 
-def _refused(refusal: str) -> str:
-    return f"Mode auto would not restart: {refusal}."
-
-
 def _is_in_window(draft: Draft) -> bool:
     """Return whether a planned restart may begin by itself at this time."""
     windows = draft.policy.planned_restart_windows
@@ -178,12 +174,11 @@ def _with_later_checkpoint(
         return None
     if is_free and draft.maintenance is not None:
         return replace(progress, held=True, remark=_in_maintenance(draft.maintenance))
-    refusal = budget.refusal(draft.view, draft.policy, draft.now_ns)
-    remark = progress.remark if refusal is None else f"{progress.remark} {_refused(refusal)}"
+    progress = _with_refusal(progress, budget.refusal(draft.view, draft.policy, draft.now_ns))
     if not is_free or draft.policy.mode != "auto":
-        return replace(progress, remark=remark.strip())
+        return progress
     reason = _reason_to_hold(draft, _with_figures(draft, action, progress))
-    return replace(progress, held=True, remark=reason or remark.strip())
+    return replace(progress, held=True, remark=reason or progress.remark)
 
 
 def _is_moot(draft: Draft, action: ActionView) -> bool:
@@ -428,8 +423,7 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
         return
     for other in pending:
         draft.end_action(other, "superseded", error="A more urgent restart is proposed.")
-    if refusal is not None:  # a person may exceed the budget
-        progress = replace(progress, remark=f"{progress.remark} {_refused(refusal)}".strip())
+    progress = _with_refusal(progress, refusal)
     action = _with_figures(draft, _record(draft, incident, remedy, "proposed", reason), progress)
     if draft.maintenance is not None and is_free:
         remark = f"{progress.remark} {_in_maintenance(draft.maintenance)}".strip()
@@ -466,6 +460,14 @@ def _with_way_to_save(draft: Draft, progress: ActionProgress) -> tuple[ActionPro
         ), False
     is_free = resumes(draft.view, draft.policy)
     return replace(progress, waits=True, remark="" if is_free else _MAY_NOT_RESUME), is_free
+
+
+def _with_refusal(progress: ActionProgress, refusal: str | None) -> ActionProgress:
+    """Return it with the reason of the budget, which a person may exceed, in its remark."""
+    if refusal is None:
+        return progress
+    remark = f"{progress.remark} Mode auto would not restart: {refusal}.".strip()
+    return replace(progress, remark=remark)
 
 
 def _reason_to_hold(draft: Draft, action: ActionView) -> str:

@@ -79,16 +79,12 @@ class LostNodeDetector(Detector):
         )
         lease += self._delay_seconds
         newest_ns = max((observation.last_seen_ns.get(node, 0) for node in nodes), default=0)
-        if len(nodes) > 1 and (observation.now_ns - newest_ns) / 1e9 >= lease:
+        all_silent = (observation.now_ns - newest_ns) / 1e9 >= lease
+        if all_silent and (len(nodes) > 1 or self._witnessed_since_ns is None):
             seconds = self._all_silent_seconds(newest_ns, observation)
             if seconds < lease * self.settings.leases_of_all:
                 # Gives the others a full lease once one responds.
                 self._silent_since_ns = dict.fromkeys(nodes, observation.now_ns)
-                return []
-            silence = dict.fromkeys(nodes, seconds)
-        elif len(nodes) == 1 and self._witnessed_since_ns is None:
-            seconds = (observation.now_ns - max(newest_ns, self._resumed_ns)) / 1e9
-            if seconds < lease * self.settings.leases_of_all:
                 return []
             silence = dict.fromkeys(nodes, seconds)
         findings = []
@@ -117,10 +113,14 @@ class LostNodeDetector(Detector):
             self._witnessed_since_ns = observation.now_ns
 
     def _all_silent_seconds(self, newest_ns: int, observation: Observation) -> float:
-        """Return for how long other nodes have responded and none of the job; 0: none does."""
-        if self._witnessed_since_ns is None:
+        """Return for how long other nodes have responded and none of the job; 0: none does.
+
+        The only node of a job needs no other that responds.
+        """
+        since_ns = self._witnessed_since_ns
+        if since_ns is None and len(self._ranks_on) > 1:
             return 0.0
-        return (observation.now_ns - max(newest_ns, self._witnessed_since_ns)) / 1e9
+        return (observation.now_ns - max(newest_ns, since_ns or self._resumed_ns)) / 1e9
 
     def _lateness_seconds(self, responding: list[str], observation: Observation) -> float:
         """Return the 90th percentile of lateness, without values caused by clock changes."""
