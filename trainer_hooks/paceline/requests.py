@@ -8,6 +8,7 @@ themselves report so. An asynchronous save that was recognized is waited for.
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from inspect import ismethod
@@ -22,10 +23,11 @@ from paceline.wrapping import replace_everywhere
 
 _agreement: Agreement | None = None
 _Call: TypeAlias = Callable[[], object]
-# Called before the process group is destroyed, and when this rank leaves its generation:
-# methods of objects that the script has not dropped, and functions.
+# Called before the process group is destroyed, when this rank leaves its generation, and when the
+# process ends: methods of objects that the script has not dropped, and functions.
 _before_end: list[ref[_Call]] = []
 _at_leave: list[ref[_Call]] = []
+_at_exit: list[ref[_Call]] = []
 _is_unavailable = False
 
 
@@ -84,6 +86,17 @@ def before_end(call: _Call) -> None:
 def at_leave(call: _Call) -> None:
     """Have `call` run when this rank leaves its generation, unless its object is gone by then."""
     _add(_at_leave, call)
+
+
+def at_exit(call: _Call) -> None:
+    """Have `call` run when the process ends, unless its object is gone by then."""
+    _add(_at_exit, call)
+    atexit.unregister(_exiting)
+    atexit.register(_exiting)
+
+
+def _exiting() -> None:
+    _call_all(_at_exit)
 
 
 def _add(calls: list[ref[_Call]], call: _Call) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -195,9 +194,8 @@ class Checkpoints:
             requests.before_end(self._end_copies)
             requests.before_end(end_dropped)
             # Many scripts do not destroy their process group.
-            atexit.register(_call_at_exit, WeakMethod(self._end_at_exit))
-            atexit.unregister(end_dropped_at_exit)
-            atexit.register(end_dropped_at_exit)
+            requests.at_exit(self._end_at_exit)
+            requests.at_exit(end_dropped_at_exit)
         kept = self._copies, self._replicas, self._position, self._driver
         finalize(self, _drop, *kept, is_alone=group is None).atexit = False
 
@@ -502,7 +500,7 @@ class Checkpoints:
     def _end_at_exit(self) -> None:
         if self._copies is not None:
             is_over = _is_over_at_exit(self._position, self._driver, is_alone=self._is_alone)
-            self._copies.close_at_end(is_complete=self._is_searched and is_over)
+            self._copies.close_at_end(is_complete=is_over)
 
     def _save(self) -> None:
         self._saved_at = started = monotonic()
@@ -660,19 +658,12 @@ def _is_over_at_exit(
         return False
     if is_alone:
         return position.is_over or not position.is_left_by_exit
-    return position.is_complete
+    return position.is_over and position.is_last and not position.is_left_by_exit
 
 
 def _call(reference: WeakMethod[Callable[[], object]], *_: object) -> None:
     if (method := reference()) is not None:
         method()
-
-
-def _call_at_exit(reference: WeakMethod[Callable[[], object]]) -> None:
-    try:
-        _call(reference)
-    except Exception as error:
-        _log.warning("copies in memory were not deleted: %s", reason_of(error))
 
 
 def _is_over(saved: dict[str, Any]) -> bool:

@@ -56,11 +56,6 @@ class DataPosition:
             for parameter in group["params"]
         )
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether no data is left, as far as this loop, its epochs and the script's exit show."""
-        return self.is_over and self.is_last and not self.is_left_by_exit
-
     def exits(self, caller: FrameType) -> None:
         """Note that the script calls `sys.exit`. Outside of any function it ends the script."""
         self.is_left_by_exit = caller.f_code.co_name != "<module>"

@@ -639,12 +639,9 @@ def end_dropped() -> None:
 
 
 def end_dropped_at_exit() -> None:
-    """Delete those of the trainings that are over."""
-    try:
-        if not _has_failed():
-            _remove_dropped(at_exit=True)
-    except Exception as error:
-        _log.warning("copies in memory were not deleted: %s", reason_of(error))
+    """Delete those of the trainings that are over, unless the script failed."""
+    if not _has_failed():
+        _remove_dropped(at_exit=True)
 
 
 def _has_failed() -> bool:
