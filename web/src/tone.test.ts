@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 
-import type { Job } from "./api";
+import type { Incident, Job } from "./api";
 import { appearanceOfJob, appearanceOfVerdict, stateOfJob } from "./tone";
 
 function tone(state: Job["state"], condition: Job["condition"]): string {
@@ -26,4 +26,12 @@ test("a verdict that the analysis has not confirmed for long is not green", () =
   const verdict = { kind: "outdated", text: "", incident_id: null, is_outdated: true };
   const job = { state: "running", condition: "unknown" } as Job;
   expect(appearanceOfVerdict(verdict, job, undefined).tone).toBe("muted");
+});
+
+test("a problem that lasted to the end does not hide how the job ended", () => {
+  const incident = { state: "resolved", severity: "critical" } as Incident;
+  for (const [state, tone] of [["finished", "good"], ["stopped", "muted"], ["failed", "bad"]] as const) {
+    const verdict = { kind: state, text: "", incident_id: "inc-1", is_outdated: false };
+    expect(appearanceOfVerdict(verdict, { state } as Job, incident).tone).toBe(tone);
+  }
 });

@@ -52,19 +52,18 @@ export function appearanceOfJob(job: Pick<Job, "state" | "condition">): Appearan
 export function appearanceOfVerdict(verdict: Verdict, job: Job, incident: Incident | undefined): Appearance {
   if (verdict.is_outdated) return UNKNOWN;
   if (job.state === "failed") return BAD;
+  if (job.state === "finished") return GOOD;
+  if (job.state === "stopped") return OVER;
   if (job.state === "recovering") return REPAIRING;
   if (incident !== undefined) return appearanceOfIncident(incident);
   switch (verdict.kind) {
     case "healthy":
-    case "finished":
       return GOOD;
     case "starting":
     case "standstill":
       return WAITING;
     case "recovering":
       return REPAIRING;
-    case "stopped":
-      return OVER;
     case "straggler":
     case "bubble":
       return WARNING;

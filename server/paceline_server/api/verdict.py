@@ -59,9 +59,9 @@ def _current(session: Session, job: models.JobRow, known: Condition) -> schemas.
     """Return the verdict based on the data analyzed so far."""
     match job.state:
         case "finished":
-            return _verdict("finished", f"Finished{_at_step(job)}.")
+            return _ended(session, job, "finished", "Finished")
         case "stopped":
-            return _verdict("stopped", f"Stopped{_at_step(job)}.")
+            return _ended(session, job, "stopped", "Stopped")
         case "pending":
             return _verdict("starting", _waiting(job))
     worst = queries.worst_open_incident(session, job.id)
@@ -98,6 +98,16 @@ def _verdict(
 ) -> schemas.Verdict:
     incident_id = None if worst is None else worst.id
     return schemas.Verdict(kind=kind, text=text, incident_id=incident_id)
+
+
+def _ended(session: Session, job: models.JobRow, kind: JobVerdict, how: str) -> schemas.Verdict:
+    """Return the verdict of a job that is over, with the worst of the problems that lasted."""
+    lasting = queries.incidents_at_end(session, job)
+    parts = [f"{how}{_at_step(job)}.", *(row.view.finding.summary for row in lasting[:1])]
+    if len(lasting) > 1:
+        others = "1 other problem" if len(lasting) == 2 else f"{len(lasting) - 1} other problems"
+        parts.append(f"{others} lasted to the end, too.")
+    return _verdict(kind, " ".join(parts), next(iter(lasting), None))
 
 
 def _standstill(worst: models.IncidentRow | None, still: str) -> schemas.Verdict:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from sqlalchemy import ColumnElement, Select, Text, and_, func, not_, or_, select, type_coerce
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
+from paceline_server.decide.incidents import urgency_value
 from paceline_server.decide.types import FailureHistory
 from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.kinds import FAILURE, HANG
@@ -26,6 +28,7 @@ from paceline_server.store.models import (
 )
 
 _Row = TypeVar("_Row", JobRow, IncidentRow, ActionRow)
+_MOST_AT_END = 100  # incidents that are compared
 
 
 def newest_first(
@@ -303,6 +306,26 @@ def open_incidents(session: Session, job_id: str) -> Sequence[IncidentRow]:
 def worst_open_incident(session: Session, job_id: str) -> IncidentRow | None:
     """Return a job's worst unresolved incident."""
     return next(iter(open_incidents(session, job_id)), None)
+
+
+def incidents_at_end(session: Session, job: JobRow) -> list[IncidentRow]:
+    """Return the incidents above information that only the end of a job has resolved, worst first.
+
+    Their findings were never cleared, and are of the last generation.
+    """
+    query = select(IncidentRow).where(
+        IncidentRow.job_id == job.id,
+        IncidentRow.state == "resolved",
+        IncidentRow.severity != "info",
+    )
+    lasting = [
+        row
+        for row in session.scalars(query.order_by(IncidentRow.opened_ns.desc()).limit(_MOST_AT_END))
+        if row.view.finding.generation == job.generation and not row.view.finding.cleared
+    ]
+    return sorted(
+        lasting, key=lambda row: urgency_value(replace(row.view, state="open")), reverse=True
+    )
 
 
 def nodes_of(session: Session, job_id: str, since_ns: int) -> tuple[set[str], set[str]]:

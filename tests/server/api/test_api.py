@@ -70,7 +70,7 @@ def put(server: Any, *rows: Any) -> None:
         session.add_all(rows)
 
 
-def incident(job_id: str, number: int, state: Any = "open") -> IncidentRow:
+def incident(job_id: str, number: int, state: Any = "open", **changes: Any) -> IncidentRow:
     finding = Finding(
         kind="straggler",
         cause="thermal throttle",
@@ -83,6 +83,7 @@ def incident(job_id: str, number: int, state: Any = "open") -> IncidentRow:
         cost_ratio=float("nan"),
         evidence=[Evidence("SM clock fell", "DCGM_FI_DEV_SM_CLOCK", 795.0, 1980.0)],
     )
+    finding = replace(finding, **changes)
     view = IncidentView(
         incident_id=f"inc-{number}", finding=finding, state=state, opened_ns=NOW + number
     )
@@ -483,6 +484,34 @@ def test_verdict_reports_the_outcome_of_the_job(server: Any, client: httpx.Clien
     stop.view = replace(stop.view, kind="stop", reason="Gave up: 10 restarts within an hour.")
     put(server, stop)
     assert verdict("failed") == ("Failed at step 5. Gave up: 10 restarts within an hour.", "inc-1")
+
+
+@pytest.mark.any_database
+@pytest.mark.parametrize(("state", "how"), [("finished", "Finished"), ("stopped", "Stopped")])
+def test_the_verdict_of_a_job_that_is_over_has_what_lasted_to_its_end(
+    server: Any, client: httpx.Client, state: str, how: str
+) -> None:
+    job_id = post_job(server.url)
+    with server.program.database.write() as session:
+        job = session.get_one(JobRow, job_id)
+        job.state, job.step, job.generation = state, 5, 1  # type: ignore[assignment]
+
+    def verdict(*rows: IncidentRow) -> tuple[str, str | None]:
+        put(server, *rows)
+        found = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
+        assert found["kind"] == state
+        return found["text"], found["incident_id"]
+
+    over = incident(job_id, 1, state="resolved", cleared=True)
+    information = incident(job_id, 2, state="resolved", severity="info")
+    repaired = incident(job_id, 3, state="resolved", generation=0)
+    assert verdict(over, information, repaired) == (f"{how} at step 5.", None)
+    summary = "Rank 2 is 2.5x slower: thermal throttle on node-1."
+    lasting = incident(job_id, 4, state="resolved", cost_ratio=0.4)
+    assert verdict(lasting) == (f"{how} at step 5. {summary}", "inc-4")
+    milder = incident(job_id, 5, state="resolved", cost_ratio=0.1)
+    text = f"{how} at step 5. {summary} 1 other problem lasted to the end, too."
+    assert verdict(milder) == (text, "inc-4")
 
 
 @pytest.mark.any_database
