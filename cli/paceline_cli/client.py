@@ -7,13 +7,15 @@ import re
 import ssl
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 import click
 import httpx
 
-from paceline_wire.address import is_http_address, is_loopback
+from paceline_cli.watch_directory import RESULT, watch_directory
+from paceline_wire.address import DEFAULT_SERVER_URL, is_http_address, is_loopback
 from paceline_wire.local_token import TokenFileError, find_token
 
 # Kind of resource in a 404 response, and the command that lists the existing ones.
@@ -162,11 +164,21 @@ class Client:
         except httpx.RequestError as error:
             raise ServerUnavailable(
                 f"no answer from {self.server} ({error}). Is `paceline server` running there? "
-                "Name another with --server or PACELINE_SERVER."
+                f"Name another with --server or PACELINE_SERVER.{self._kept_result()}"
             ) from error
         if response.status_code >= 400:
             raise self._refused(response)
         return response
+
+    def _kept_result(self) -> str:
+        """Return where the result of a local server that has ended is found; may be empty."""
+        with suppress(OSError):
+            if (
+                self.server == DEFAULT_SERVER_URL
+                and (watch_directory(os.environ) / RESULT).exists()
+            ):
+                return " `paceline watch` shows the last training that it recorded on this node."
+        return ""
 
     def _refused(self, response: httpx.Response) -> click.ClickException:
         try:

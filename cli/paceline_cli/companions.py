@@ -21,7 +21,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from paceline_wire.node_directory import RINGS, is_in_use
@@ -32,6 +34,7 @@ START_SECONDS = 60.0  # for the agent, on a busy machine
 STOP_SECONDS = 15.0  # for the agent to send its remaining data, and for the server to store it
 POLL_SECONDS = 0.05
 END_POLL_SECONDS = 0.5
+RESULT_SECONDS = 5.0  # between two queries of the local server
 LINGER_SECONDS = 10.0  # the server waits up to 8 s for what explains the end of a job
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -116,16 +119,20 @@ def _started(pid: int) -> str:
     return "" if state in "ZX" else fields[18]
 
 
-def main(node_directory: Path, logs: Path, agent: list[str], server: list[str]) -> None:
+def main(
+    node_directory: Path, logs: Path, address: str, agent: list[str], server: list[str]
+) -> None:
     """Run the programs until LINGER_SECONDS after all commands and all ranks on this node have
     ended.
 
     Args:
         node_directory: of the agent.
         logs: the node's directory, as in `locked`.
+        address: of the server that the agent sends to.
         agent: command of the agent.
         server: command of the server; may be empty.
     """
+    keep_result = _keeper(logs, address) if server else _nothing
     running = []
     if server:
         running.append(_start(server, logs / "server.log"))
@@ -133,20 +140,36 @@ def main(node_directory: Path, logs: Path, agent: list[str], server: list[str]) 
     try:
         print(_await_agent(running[0], node_directory, logs / "agent.log"), flush=True)
         os.dup2(0, 1)  # the reader's pipe ends: the command does not inherit it
-        used = time.monotonic()
+        used = kept = time.monotonic()
         while True:
             time.sleep(END_POLL_SECONDS)
+            if time.monotonic() - kept >= RESULT_SECONDS:
+                keep_result()
+                kept = time.monotonic()
             with locked(logs):
                 if _has_commands(logs) or _has_ranks(node_directory / RINGS):
                     used = time.monotonic()
                 if running[0].poll() is None and time.monotonic() - used < LINGER_SECONDS:
                     continue
+                _stop(running[0])
+                keep_result()
                 for process in running:
                     _stop(process)
                 return
     finally:
         for process in running:
             _stop(process)
+
+
+def _keeper(logs: Path, address: str) -> Callable[[], None]:
+    """Return what keeps the result of the trainings from now on that the server shows."""
+    from paceline_cli import watched  # noqa: PLC0415 - its imports take memory; only with a server
+
+    return partial(watched.write, logs, address, datetime.now(UTC))
+
+
+def _nothing() -> None:
+    """Keep no result: that of another server is read there."""
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -198,11 +221,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    _node_directory, _logs, *_commands = sys.argv[1:]
+    _node_directory, _logs, _address, *_commands = sys.argv[1:]
     _separator = _commands.index("--")
     main(
         Path(_node_directory),
         Path(_logs),
+        _address,
         _commands[:_separator],
         _commands[_separator + 1 :],
     )

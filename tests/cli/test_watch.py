@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,7 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline_cli import companions
+from paceline_autostart import result
+from paceline_cli import companions, watched
 from paceline_cli.commands import watch as command
 from paceline_cli.companions import LINGER_SECONDS
 from paceline_wire.node_directory import MEMORY, RINGS, is_in_use
@@ -234,6 +236,71 @@ def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     assert finished.stderr == "Error: there is no program 'no-such-program'\n"
 
 
+def test_options_after_the_command_are_its_own(tmp_path: Path) -> None:
+    finished = watch(
+        *("sh", "-c", "echo $0 $*", "--server", "x", "--json"),
+        tmp_path=tmp_path,
+        PACELINE_RING_DIRECTORY="/given/rings",
+    )
+    assert (finished.returncode, finished.stdout) == (0, "--server x --json\n"), finished.stderr
+
+
+def last_words(tmp_path: Path, program: str) -> str:
+    """Return what a process prints to stderr at its end, if it is the command of a result."""
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"lines": ["Rank 1 is \x1b[31mslow."]}))
+    later = time.time() + 3600.0  # it stays new, however long the import of torch takes
+    os.utime(path, (later, later))
+    finished = subprocess.run(
+        ["sh", "-c", f"{watched.VARIABLE}=$$:{path} exec {sys.executable} -c '{program}'"],
+        env=environment(tmp_path, PACELINE="1"),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    return finished.stderr
+
+
+def test_the_command_ends_with_what_was_found(tmp_path: Path) -> None:
+    found = (
+        "paceline: Rank 1 is ?[31mslow.\n"
+        "paceline: `paceline watch` shows what was found in this training\n"
+    )
+    fork = "import os, torch\nif os.fork() == 0: raise SystemExit\nos.wait(); os.environ.clear()"
+    assert last_words(tmp_path, fork) == found
+    failed = last_words(tmp_path, "import torch; raise ValueError(7)")
+    assert failed.startswith("Traceback")
+    assert failed.endswith(found)
+
+
+@pytest.mark.parametrize(
+    ("content", "age_seconds"),
+    [(None, 0.0), ("[]", 0.0), ("{", 0.0), ('{"lines": [7]}', 0.0), ('{"lines": ["old"]}', 60.0)],
+)
+def test_a_result_that_is_missing_damaged_or_old_is_not_printed(
+    tmp_path: Path, content: str | None, age_seconds: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    if content is not None:
+        path.write_text(content)
+        at = time.time() - age_seconds
+        os.utime(path, (at, at))
+    result.show(str(path), os.getpid())
+    assert capsys.readouterr().err == ""
+
+
+def test_only_one_task_of_a_job_step_prints_the_result(tmp_path: Path) -> None:
+    for task, prints in (("0", True), ("3", False)):
+        finished = watch(
+            *("--", "env"),
+            tmp_path=tmp_path,
+            PACELINE_AGENT_NODE_DIRECTORY="/proc/nowhere",
+            PACELINE_SERVER=f"http://127.0.0.1:{free_port()}",
+            SLURM_PROCID=task,
+        )
+        assert (f"{watched.VARIABLE}=" in finished.stdout) == prints, finished.stdout
+
+
 def test_an_option_that_does_not_exist_is_no_program(tmp_path: Path) -> None:
     finished = watch("--port", "8471", "--", "true", tmp_path=tmp_path)
     assert (finished.returncode, finished.stdout) == (2, "")
@@ -247,7 +314,7 @@ def test_no_descriptor_of_the_command_is_held_until_the_agent_ends(tmp_path: Pat
     os.set_inheritable(write, True)
     agent = ["sh", "-c", f"until test -e {tmp_path / 'end'}; do sleep 0.1; done"]
     report = companions.launch(
-        [str(tmp_path / "node"), str(tmp_path), *agent, "--"], dict(os.environ)
+        [str(tmp_path / "node"), str(tmp_path), "", *agent, "--"], dict(os.environ)
     )
     os.close(write)
     try:
@@ -333,8 +400,14 @@ def test_a_training_is_shown_and_everything_ends_with_it(tmp_path: Path, node: P
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     assert [job["name"] for job in jobs] == ["train.py"], errors
+    assert errors.endswith("`paceline watch` shows what was found in this training\n"), errors
     wait_until_ended(node)
     deadline = time.monotonic() + 30
     while responds(url):
         assert time.monotonic() < deadline, "the server still runs"
         time.sleep(0.1)
+    kept = json.loads(watch("--json", tmp_path=tmp_path).stdout)
+    assert [(job["name"], job["state"]) for job in kept["jobs"]] == [("train.py", "stopped")]
+    shown = watch(tmp_path=tmp_path).stdout
+    assert shown.startswith("Stopped"), shown
+    assert "paceline server --database-url sqlite:///" in shown

@@ -50,9 +50,10 @@ def load() -> None:
 
 
 def _prepare(torch: Any) -> None:
-    from paceline_autostart import frameworks  # noqa: PLC0415 - not without `PACELINE`
+    from paceline_autostart import frameworks, result  # noqa: PLC0415 - not without `PACELINE`
 
     frameworks.watch()
+    result.show_at_exit()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, or a process that it started
         before_exit(_report_early_error)
     optimizer = sys.modules["torch.optim.optimizer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -45,6 +46,12 @@ def incidents(
     if as_json:
         render.show_json(found)
         return
+    empty = "No incident: nothing was found to be wrong."
+    show_incidents(found, empty if state is None else f"No incident is {state}.")
+
+
+def show_incidents(found: Sequence[dict[str, Any]], empty: str) -> None:
+    """Print a table of incidents, or the sentence `empty` if there are none."""
     render.show_table(
         ("INCIDENT", "JOB", "STATE", "DETECTED", "KIND", "SUMMARY"),
         [
@@ -58,9 +65,7 @@ def incidents(
             )
             for incident in found
         ],
-        "No incident: nothing was found to be wrong."
-        if state is None
-        else f"No incident is {state}.",
+        empty,
         sentence=True,
     )
 

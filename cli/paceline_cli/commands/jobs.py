@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,11 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
     if as_json:
         render.show_json(found)
         return
+    show_jobs(found)
+
+
+def show_jobs(found: Sequence[dict[str, Any]]) -> None:
+    """Print a table of jobs."""
     render.show_table(
         ("JOB", "NAME", "STATE", "DPxPPxTP", "STEP", "STEP TIME", "GOODPUT", "VERDICT"),
         [
@@ -122,7 +127,7 @@ def show(ctx: click.Context, job: str, as_json: bool) -> None:
         render.show_json({**found, "ranks": ranks})
         return
     render.show_line(found["verdict"]["text"])
-    render.show_line(_summary(found))
+    render.show_line(summary(found))
     show_checkpoints(found)
     unrecorded = found.get("unrecorded_communication")  # a server of an earlier release has none
     if unrecorded and unrecorded not in found["verdict"]["text"]:
@@ -151,7 +156,8 @@ def show(ctx: click.Context, job: str, as_json: bool) -> None:
     render.show_next(_next(found, server_option(ctx, client)))
 
 
-def _summary(job: dict[str, Any]) -> str:
+def summary(job: dict[str, Any]) -> str:
+    """Return one line on a job: name, id, state, sizes and pace."""
     parts = [f"{job['name']} ({job['id']}): {job['state']}", render.topology(job["topology"])]
     if job["generation"]:
         parts.append(f"generation {job['generation']}")

@@ -8,21 +8,21 @@ import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from socket import gethostname
 
 import click
 import httpx
 from click.core import ParameterSource
 
-from paceline_cli import companions
+from paceline_cli import companions, render, watched
 from paceline_cli.client import without_proxy
-from paceline_cli.options import server_options
+from paceline_cli.commands import incidents, jobs
+from paceline_cli.options import json_option, server_options
+from paceline_cli.watch_directory import DATABASE, RESULT, watch_directory
 from paceline_wire.address import SERVER_PORT, is_http_address
 from paceline_wire.local_token import (
     STATE_DIRECTORY,
     TokenFileError,
     find_token,
-    state_directory,
 )
 from paceline_wire.node_directory import (
     MEMORY,
@@ -37,29 +37,41 @@ RING_DIRECTORY = "PACELINE_RING_DIRECTORY"
 NODE_DIRECTORY = "PACELINE_AGENT_NODE_DIRECTORY"
 # With it torchrun gives each start of the ranks a store of its own, if its rendezvous can.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+# Variables with the number of a task, of which several may run on one node.
+TASK_NUMBERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 class NotRecordedError(Exception):
     """The command runs, but is not recorded; the message says why and what to do."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @server_options
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def watch(ctx: click.Context, server: str, token: str | None, command: tuple[str, ...]) -> None:
+def watch(
+    ctx: click.Context, server: str, token: str | None, as_json: bool, command: tuple[str, ...]
+) -> None:
     """Run COMMAND and record the training in it; no line of it changes.
 
     \b
     paceline watch -- torchrun --nproc-per-node 8 train.py
     srun paceline watch --server https://HOST:8470 -- python train.py
+    paceline watch                what was found in the last training of this node
 
     Sets PACELINE=1 and becomes COMMAND: signals, output and exit status are its own. For a torchrun
     with --max-restarts it also sets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which ranks that
     are started again may look for dead ones. If no agent runs on this node, one is started for as
     long as COMMAND and others like it run; without --server, and without a server on this machine,
-    a server too. Its dashboard shows the job.
+    a server too. Its dashboard shows the job. At the end COMMAND prints the problems that were
+    found, and `paceline watch` alone shows the result.
     """
+    if not command:
+        _show_result(as_json)
+        return
+    if as_json:
+        raise click.UsageError("--json is for `paceline watch` without a command.")
     if command[0].startswith("-"):
         raise click.NoSuchOption(command[0])
     program = shutil.which(command[0])
@@ -84,6 +96,40 @@ def watch(ctx: click.Context, server: str, token: str | None, command: tuple[str
         raise click.ClickException(f"{program} cannot be run: {error.strerror}") from error
 
 
+def _show_result(as_json: bool) -> None:
+    """Print what was found in the newest training that a local server recorded."""
+    logs = watch_directory(os.environ)
+    result = watched.read(logs)
+    if as_json:
+        render.show_json(result)
+        return
+    newest, *others = result["jobs"] or [None]
+    if newest is None:
+        click.echo("No training was recorded on this node with a server of `paceline watch`.")
+        render.show_next({"paceline watch -- torchrun train.py": "record one"})
+        return
+    is_over = newest["state"] in ("finished", "stopped", "failed")
+    if not is_over:
+        click.echo(f"As of {render.clock(result['updated_at'])}:")
+    render.show_line(newest["verdict"]["text"])
+    render.show_line(jobs.summary(newest))
+    jobs.show_checkpoints(newest)
+    jobs.show_ledger(newest["ledger"])
+    jobs.show_efficiency(newest["efficiency"])
+    incidents.show_incidents(newest["incidents"], "No problem was found.")
+    if others:
+        jobs.show_jobs(others)
+    if is_over:
+        command = f"paceline server --database-url {_database(logs)}"
+        render.show_next({command: "the dashboard of all that were recorded"})
+    else:
+        render.show_next({result["server"]: "dashboard"})
+
+
+def _database(logs: Path) -> str:
+    return f"sqlite:///{logs / DATABASE}"
+
+
 def _has_restarts(command: tuple[str, ...], environment: dict[str, str]) -> bool:
     """Return whether torchrun may start ranks again. A script's own option does no harm."""
     options = (each.partition("=")[0].replace("_", "-") for each in command)
@@ -105,9 +151,8 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
         if not given:
             raise NotRecordedError(f"{RING_DIRECTORY} is empty, which turns the hooks off")
         return f"recorded by the agent with the rings {given}"
-    # One for each node, because nodes often share the home directory. SQLite cannot be shared.
     try:
-        logs = state_directory(os.environ) / "watch" / gethostname()
+        logs = watch_directory(os.environ)
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         if found := _found(environment, server, chosen):
@@ -119,6 +164,8 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
         ) from error
     with companions.locked(logs):  # srun starts several tasks of one node at the same time
         companions.register(logs, os.getpid())
+        if not any(environment.get(name, "0") != "0" for name in TASK_NUMBERS):
+            environment[watched.VARIABLE] = f"{os.getpid()}:{logs / RESULT}"
         return _found(environment, server, chosen) or _start(
             environment, server, token, chosen, logs
         )
@@ -171,8 +218,7 @@ def _start(
     if needs_server:
         port = companions.free_port(SERVER_PORT)
         server = f"http://127.0.0.1:{port}"
-        database = f"sqlite:///{logs / 'watch.db'}"
-        server_command = [*run, "server", "--port", str(port), "--database-url", database]
+        server_command = [*run, "server", "--port", str(port), "--database-url", _database(logs)]
     agent_command = [
         *(*run, "agent", "--server", server, "--node-directory", str(directory)),
         *("--spool-directory", str(logs / "spool"), "--slots", "0", "--no-metrics"),
@@ -180,14 +226,14 @@ def _start(
     own = {name: value for name, value in environment.items() if name != "PACELINE"}
     if token:
         own["PACELINE_AGENT_TOKEN"] = token
-    arguments = [str(directory), str(logs), *agent_command, "--", *server_command]
+    arguments = [str(directory), str(logs), server, *agent_command, "--", *server_command]
     with open(companions.launch(arguments, own), encoding="utf-8", errors="replace") as report:
         answer = report.readline().strip()
     if answer != companions.READY:
         raise NotRecordedError(answer or f"the agent did not start; see {logs}")
     environment[RING_DIRECTORY] = str(directory / RINGS)
     started = "a server and an agent run" if needs_server else "an agent runs"
-    afterwards = f"; later: paceline server --database-url {database}" if needs_server else ""
+    afterwards = "; its result: paceline watch" if needs_server else ""
     return f"dashboard: {server} ({started} until the training ends{afterwards})"
 
 

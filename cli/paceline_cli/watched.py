@@ -1,0 +1,66 @@
+"""The trainings that `paceline watch` recorded with a local server, kept in a file of the node.
+
+The process beside the commands (`companions.py`) writes it while the server runs, and once more
+when all data are stored. So the result of a training can be read without a server: by `paceline
+watch` without a command, and by the process that became the command, which prints `lines` at its
+end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline_cli.client import Client
+from paceline_cli.watch_directory import RESULT
+
+VARIABLE = "PACELINE_WATCH_RESULT"  # PID:PATH of the process that prints the lines, and the file
+_MOST_JOBS = 20
+_MOST_LINES = 3
+
+
+def write(logs: Path, server: str, since: datetime) -> None:
+    """Write the newest jobs of the local server; keep the earlier ones if there is none yet.
+
+    Args:
+        logs: the node's directory, as `watch_directory` returns it.
+        server: address of the local server. If it does not respond, the file stays as it is.
+        since: only of jobs that were created at this time or later.
+    """
+    with suppress(click.ClickException, OSError, ValueError), Client(server) as client:
+        jobs = [
+            {**job, "incidents": client.items("/incidents", job=job["id"])}
+            for job in client.get("/jobs", limit=_MOST_JOBS)["items"]
+            if datetime.fromisoformat(job["created_at"]) >= since
+        ]
+        lines = [
+            incident["summary"]
+            for job in jobs
+            for incident in job["incidents"]
+            if incident["state"] != "resolved" and incident["severity"] != "info"
+        ]
+        result = {
+            "server": server,
+            "updated_at": datetime.now(UTC).isoformat(),
+            "jobs": jobs or read(logs)["jobs"],
+            "lines": lines[:_MOST_LINES],
+        }
+        new = logs / f"{RESULT}.new"
+        new.write_text(json.dumps(result), encoding="utf-8")
+        os.replace(new, logs / RESULT)
+
+
+def read(logs: Path) -> dict[str, Any]:
+    """Return `jobs`, newest first, each with its `incidents`, and the `server` and time
+    (`updated_at`) that they are from. Without such a file there are no jobs, and nothing else."""
+    with suppress(OSError, ValueError):
+        result = json.loads((logs / RESULT).read_text(encoding="utf-8"))
+        if isinstance(result, dict) and isinstance(result.get("jobs"), list):
+            return result
+    return {"jobs": []}
