@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 
-import type { Incident, Job } from "./api";
-import { appearanceOfJob, appearanceOfVerdict, stateOfJob } from "./tone";
+import type { Incident, Job, Node } from "./api";
+import { appearanceOfJob, appearanceOfNode, appearanceOfVerdict, stateOfJob, stateOfNode } from "./tone";
 
 function tone(state: Job["state"], condition: Job["condition"]): string {
   return appearanceOfJob({ state, condition }).tone;
@@ -34,4 +34,12 @@ test("a problem that lasted to the end does not hide how the job ended", () => {
     const verdict = { kind: state, text: "", incident_id: "inc-1", is_outdated: false };
     expect(appearanceOfVerdict(verdict, { state } as Job, incident).tone).toBe(tone);
   }
+});
+
+test("the node of a job that is over is not lost if its agent has ended later", () => {
+  const node = { state: "lost", last_seen_at: "2026-11-20T20:15:31.500000Z" } as Node;
+  expect(stateOfNode(node, { finished_at: null })).toBe("lost");
+  expect(stateOfNode(node, { finished_at: "2026-11-20T20:15:40Z" })).toBe("lost");
+  expect(appearanceOfNode(stateOfNode(node, { finished_at: "2026-11-20T20:15:31Z" })).tone).toBe("muted");
+  expect(stateOfNode({ ...node, state: "quarantined" }, { finished_at: "2026-11-20T20:15:31Z" })).toBe("quarantined");
 });

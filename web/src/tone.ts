@@ -103,6 +103,12 @@ export function appearanceOfAction(state: Action["state"]): Appearance {
 
 const NODE: Record<Node["state"], Appearance> = { ready: GOOD, degraded: WARNING, quarantined: WARNING, lost: BAD };
 
-export function appearanceOfNode(state: Node["state"]): Appearance {
-  return NODE[state];
+export function appearanceOfNode(state: Node["state"] | "silent"): Appearance {
+  return state === "silent" ? OVER : NODE[state];
+}
+
+/** The word for a node of a job: an agent that outlived the job and then ended is not lost. */
+export function stateOfNode(node: Node, job: Pick<Job, "finished_at">): Node["state"] | "silent" {
+  const isOver = job.finished_at !== null && Date.parse(node.last_seen_at) >= Date.parse(job.finished_at);
+  return node.state === "lost" && isOver ? "silent" : node.state;
 }

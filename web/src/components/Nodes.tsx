@@ -1,9 +1,9 @@
 import { useState } from "preact/hooks";
 
-import type { Gpu, Node } from "../api";
+import type { Gpu, Job, Node } from "../api";
 import * as format from "../format";
 import type { Placement } from "../placement";
-import { appearanceOfNode } from "../tone";
+import { appearanceOfNode, stateOfNode } from "../tone";
 import { Ago } from "./Ago";
 import { Badge } from "./Icon";
 
@@ -13,7 +13,7 @@ const ROWS_SHOWN = 48;
 const HARMLESS = new Set(["gpu_idle", "applications_clocks", "sync_boost", "display_clocks"]);
 
 /** The job's nodes and the spares: state, ranks and GPU readings. */
-export function Nodes({ nodes, placed }: { nodes: readonly Node[]; placed: Placement }) {
+export function Nodes({ job, nodes, placed }: { job: Job; nodes: readonly Node[]; placed: Placement }) {
   const [all, setAll] = useState(false);
   if (nodes.length === 0)
     return (
@@ -21,7 +21,7 @@ export function Nodes({ nodes, placed }: { nodes: readonly Node[]; placed: Place
         No agent has reported. Start one on each node with <code>paceline agent</code>.
       </p>
     );
-  const shown = all ? nodes : first(nodes);
+  const shown = all ? nodes : first(nodes, job);
   return (
     <>
       <div class="scroll">
@@ -41,7 +41,7 @@ export function Nodes({ nodes, placed }: { nodes: readonly Node[]; placed: Place
             </tr>
           </thead>
           {shown.map((node) => (
-            <NodeRows key={node.id} node={node} ranks={placed.get(node.id) ?? node.ranks} />
+            <NodeRows key={node.id} node={node} state={stateOfNode(node, job)} ranks={placed.get(node.id) ?? node.ranks} />
           ))}
         </table>
       </div>
@@ -60,16 +60,17 @@ export function Nodes({ nodes, placed }: { nodes: readonly Node[]; placed: Place
 }
 
 /** All nodes if they fit; else the ones with problems first. */
-function first(nodes: readonly Node[]): readonly Node[] {
+function first(nodes: readonly Node[], job: Job): readonly Node[] {
   const rows = (node: Node): number => Math.max(1, node.gpus.length);
   if (nodes.reduce((sum, node) => sum + rows(node), 0) <= ROWS_SHOWN) return nodes;
-  const worst = [...nodes].sort((a, b) => Number(troubled(b)) - Number(troubled(a)));
+  const worst = [...nodes].sort((a, b) => Number(troubled(b, job)) - Number(troubled(a, job)));
   let left = ROWS_SHOWN;
   return worst.filter((node, index) => (left -= rows(node)) >= 0 || index === 0);
 }
 
-export function troubled(node: Node): boolean {
-  return node.state !== "ready" || node.gpus.some((gpu) => reasons(gpu).length > 0);
+export function troubled(node: Node, job: Job): boolean {
+  const state = stateOfNode(node, job);
+  return (state !== "ready" && state !== "silent") || node.gpus.some((gpu) => reasons(gpu).length > 0);
 }
 
 function free(node: Node): string {
@@ -80,7 +81,8 @@ function reasons(gpu: Gpu): string[] {
   return gpu.throttle_reasons.filter((reason) => !HARMLESS.has(reason));
 }
 
-function NodeRows({ node, ranks }: { node: Node; ranks: readonly number[] }) {
+function NodeRows(props: { node: Node; state: ReturnType<typeof stateOfNode>; ranks: readonly number[] }) {
+  const { node, state, ranks } = props;
   const gpus: (Gpu | null)[] = node.gpus.length === 0 ? [null] : node.gpus;
   const span = gpus.length;
   return (
@@ -93,7 +95,7 @@ function NodeRows({ node, ranks }: { node: Node; ranks: readonly number[] }) {
                 {node.id}
               </th>
               <td rowSpan={span}>
-                <Badge appearance={appearanceOfNode(node.state)} text={node.state} />
+                <Badge appearance={appearanceOfNode(state)} text={state} />
                 {node.reason !== null && <div class="muted reason">{node.reason}</div>}
               </td>
               <td rowSpan={span}>{node.job_id === null && ranks.length === 0 ? <span class="muted">{free(node)}</span> : format.ranges(ranks)}</td>

@@ -196,8 +196,8 @@ function JobPage({ state, connection, onDecided, onRequested }: PageProps) {
           </Panel>
         </div>
       </div>
-      <Panel id="nodes" title="Nodes" note={counted(own)}>
-        {own.length === 0 && !state.complete ? <p class="empty">{LOADING}</p> : <Nodes nodes={own} placed={placed} />}
+      <Panel id="nodes" title="Nodes" note={counted(own, job)}>
+        {own.length === 0 && !state.complete ? <p class="empty">{LOADING}</p> : <Nodes job={job} nodes={own} placed={placed} />}
       </Panel>
     </article>
   );
@@ -207,8 +207,8 @@ function recent({ efficiency }: Job): string | undefined {
   return efficiency.steps === 0 ? undefined : `last ${format.plural(efficiency.steps, "step")}`;
 }
 
-function counted(nodes: readonly Node[]): string {
-  const bad = nodes.filter(troubled).length;
+function counted(nodes: readonly Node[], job: Job): string {
+  const bad = nodes.filter((node) => troubled(node, job)).length;
   return format.plural(nodes.length, "node") + (bad === 0 ? "" : `, ${format.number(bad)} with problems`);
 }
 
