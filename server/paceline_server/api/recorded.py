@@ -1,8 +1,9 @@
-"""A job's newest steps, reconstructed from the batches in the hot log."""
+"""A job's newest steps, reconstructed from the batches in the hot log, or kept at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -12,12 +13,11 @@ from paceline_server.engine.remeasure import remeasure
 from paceline_server.engine.types import Placement
 from paceline_server.steps.timing import StepTiming
 from paceline_server.store import models, queries
+from paceline_server.store.kept_logs import MARGIN_NS, kept_batches
 from paceline_server.store.log import iterate_log, position_at
 from paceline_wire import batch as wire
 from paceline_wire.batch import Batch, BatchError
 
-# With clock skew, a step's first spans may arrive before its start on the server's clock.
-MARGIN_NS = 5_000_000_000
 # Ranks define their process groups when they attach: the first batches of a generation are read.
 DEFINING_BATCHES = 1000
 # Limit for one request.
@@ -39,11 +39,14 @@ def recorded_steps(session: Session, job: models.JobRow, steps: int) -> Recorded
     if generation is None or not newest:
         return None
     started_ns = {row.step: row.summary.started_ns for row in newest}
+    placement = generation.placement
     batches = _batches(session, generation, min(started_ns.values()) - MARGIN_NS)
-    timings = remeasure(job.id, generation.placement, batches)
-    return RecordedSteps(
-        generation.placement, [timing for timing in timings if timing.step in started_ns]
-    )
+    found = [remeasure(job.id, placement, batches)]
+    if len(found[0]) < len(newest):
+        kept = kept_batches(session, job.id, job.generation)
+        found.append(remeasure(job.id, placement, _decoded(kept)))
+    timings = max(found, key=len)
+    return RecordedSteps(placement, [timing for timing in timings if timing.step in started_ns])
 
 
 def _batches(
@@ -52,16 +55,18 @@ def _batches(
     """Yield the definitions at the start of a generation, then all batches from `since_ns` on."""
     begin = max(position_at(session, since_ns), generation.cursor)
     defining = min(DEFINING_BATCHES, begin - generation.cursor)
-    for entry in iterate_log(session, generation.cursor, defining):
-        for batch in _decoded(entry):
-            yield msgspec.structs.replace(batch, spans=[], samples=[]), entry.received_ns
-    for entry in iterate_log(session, begin, MOST_BATCHES):
-        for batch in _decoded(entry):
-            yield batch, entry.received_ns
+    definitions = iterate_log(session, generation.cursor, defining)
+    for batch, received_ns in _decoded(_stored(definitions)):
+        yield msgspec.structs.replace(batch, spans=[], samples=[]), received_ns
+    yield from _decoded(_stored(iterate_log(session, begin, MOST_BATCHES)))
 
 
-def _decoded(entry: models.HotLogRow) -> Iterator[Batch]:
-    try:
-        yield wire.decode(entry.payload)
-    except BatchError:  # counted when it was first read
-        return
+def _stored(entries: Iterable[models.HotLogRow]) -> Iterator[tuple[int, bytes]]:
+    return ((entry.received_ns, entry.payload) for entry in entries)
+
+
+def _decoded(stored: Iterable[tuple[int, bytes]]) -> Iterator[tuple[Batch, int]]:
+    """Yield batches and when they were received."""
+    for received_ns, payload in stored:
+        with suppress(BatchError):  # counted when it was first read
+            yield wire.decode(payload), received_ns

@@ -12,12 +12,13 @@ from paceline_server.store.log import FINISHED
 from paceline_server.store.models import (
     EngineMemoryRow,
     JobRow,
+    KeptLogRow,
     RankEvidenceRow,
     StepRow,
     StepSharesRow,
 )
 
-_DETAILS = (StepRow, StepSharesRow, RankEvidenceRow, EngineMemoryRow)
+_DETAILS = (StepRow, StepSharesRow, RankEvidenceRow, EngineMemoryRow, KeptLogRow)
 
 
 def drop_details(session: Session, ended_before_ns: int, most: int) -> bool:

@@ -239,6 +239,18 @@ class EngineMemoryRow(Base):
     cursor: Mapped[int]  # last id of the hot log that the state includes, 0: unknown
 
 
+class KeptLogRow(Base):
+    """The batches of the last steps of a job that has ended; see `kept_logs`."""
+
+    __tablename__ = "kept_logs"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    generation: Mapped[int]
+    kept_ns: Mapped[int]
+    size_bytes: Mapped[int]
+    batches: Mapped[bytes] = mapped_column(LargeBinary)
+
+
 class LeaseRow(Base):
     """The owner of a job or an outbox.
 

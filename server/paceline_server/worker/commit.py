@@ -27,6 +27,7 @@ from paceline_server.store import audit, launches, models, recoveries
 from paceline_server.store.actions import action_columns
 from paceline_server.store.changes import record_change, record_changes
 from paceline_server.store.database import insert_into
+from paceline_server.store.kept_logs import keep_last_steps
 from paceline_server.store.log import FINISHED
 from paceline_server.store.shares import insert_steps
 from paceline_server.worker.ranks import CHANGING_COLUMNS, new_rank_rows
@@ -136,6 +137,8 @@ def write_commit(
     _quarantine(session, decision)
     insert_steps(session, job_id, commit.steps)
     session.flush()  # commands before the acknowledgements that name them
+    if over and snapshot.columns.state not in FINISHED:
+        keep_last_steps(session, job_id, commit.columns.generation, now_ns)
     _write_acknowledgements(session, job_id, commit)
     for entry in decision.audit:
         audit.record(session, job_id, entry, now_ns)

@@ -22,6 +22,7 @@ from paceline_server.store.changes import prune_changes
 from paceline_server.store.commands import prune_commands
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.ended_jobs import drop_details
+from paceline_server.store.kept_logs import prune_kept_logs
 from paceline_server.store.leases import LeaseLostError, acquire, holding, is_held, lease_name
 from paceline_server.store.log import FINISHED, LogSizes, drop_log, newest_to_drop
 from paceline_server.store.models import JobRow
@@ -307,6 +308,8 @@ class Worker(LeasedThread):
         """Delete a little at a time: after an upgrade much may be older than the limit."""
         if time.monotonic() < self._prune_ended_at:
             return
+        with self._database.write() as session:
+            prune_kept_logs(session, self._settings.log_retention_bytes)
         before_ns = now_ns - int(self._settings.step_retention_seconds * 1e9)
         for _ in range(_ENDED_PER_PRUNE):
             with self._database.write() as session:

@@ -12,12 +12,15 @@ from msgspec.structs import replace
 from recorded_job import SLOW_RANK, STEPS, TOPOLOGY, Recorded
 from simulated_finding import SUMMARY, open_incident
 from simulated_job import JOB
-from sqlalchemy import delete
+from sqlalchemy import delete, func, select
 
 from paceline_server.api import what_if
 from paceline_server.api.recorded import recorded_steps
 from paceline_server.api.what_if import WhatIfCache
-from paceline_server.store.models import HotLogRow, JobRow
+from paceline_server.store import kept_logs
+from paceline_server.store.kept_logs import keep_last_steps, prune_kept_logs
+from paceline_server.store.log import newest_log_id
+from paceline_server.store.models import HotLogRow, JobRow, KeptLogRow
 
 # test_trace.py covers both databases
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -140,6 +143,48 @@ def test_analysis_without_steps_says_when_it_is_available(run_server: Callable[.
 def test_pruned_steps_are_reported(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
         session.execute(delete(HotLogRow))
+    assert asked(recorded)["verdict"]["text"] == what_if.NOTHING_STORED
+
+
+def end(recorded: Recorded, prunes: float = 1.0) -> None:
+    """End the job, and prune this share of its batches."""
+    with recorded.server.program.database.write() as session:
+        session.get_one(JobRow, JOB).state = "finished"
+        keep_last_steps(session, JOB, 0, 1)
+        session.execute(delete(HotLogRow).where(HotLogRow.id <= prunes * newest_log_id(session)))
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "first_step"), [(1.0, STEPS - 8), (0.6, STEPS - 5), (0.0, None)]
+)
+def test_a_job_that_has_ended_is_analyzed_after_its_batches_were_pruned(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, most_bytes: float, first_step: int | None
+) -> None:
+    """`most_bytes`: of the size of all twelve steps."""
+    with recorded.server.program.database.read() as session:
+        size = session.scalar(select(func.sum(HotLogRow.size_bytes)))
+    assert size is not None
+    monkeypatch.setattr(kept_logs, "MOST_BYTES", most_bytes * size)
+    monkeypatch.setattr(kept_logs, "MARGIN_NS", 500_000_000)  # steps take 430 ms
+    end(recorded, prunes=0.8 if most_bytes else 1.0)
+    found = asked(recorded)
+    assert found["first_step"] == first_step, found["verdict"]
+    if first_step is None:
+        assert found["verdict"]["text"] == what_if.NOTHING_STORED
+        return
+    assert found["verdict"]["target"] == f"rank {SLOW_RANK}"
+    trace = recorded.server.client.get(f"/api/v1/jobs/{JOB}/trace")
+    assert trace.status_code == 200
+    with recorded.server.program.database.write() as session:
+        prune_kept_logs(session, most_bytes=1)
+        session.execute(delete(HotLogRow))
+    assert asked(recorded, steps=7)["verdict"]["text"] == what_if.NOTHING_STORED
+
+
+def test_batches_of_an_earlier_generation_do_not_describe_a_later_one(recorded: Recorded) -> None:
+    end(recorded)
+    with recorded.server.program.database.write() as session:
+        session.get_one(KeptLogRow, JOB).generation = 7
     assert asked(recorded)["verdict"]["text"] == what_if.NOTHING_STORED
 
 

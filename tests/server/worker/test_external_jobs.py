@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from simulated_node import STEP_SECONDS, SimulatedNode, post_job
+from sqlalchemy import delete
 
 from paceline_cli.main import main
 from paceline_server.engine.engine import Engine
-from paceline_server.store.models import AttachmentRow, EngineMemoryRow
+from paceline_server.store.models import AttachmentRow, EngineMemoryRow, HotLogRow
 from paceline_wire.batch import RankExited, RankStackTraces
 from paceline_wire.stacks import StackFrame, ThreadStack
 from paceline_wire.topology import Topology
@@ -78,6 +79,10 @@ def test_an_external_job_appears_with_its_last_rank_and_ends_with_its_ranks(
     held = server.client.get("/api/v1/nodes").json()["items"]
     assert all(node["job_id"] is None for node in held)
     assert not any(node.carried_out for node in nodes), "nothing was ever commanded"
+    with server.program.database.write() as session:
+        session.execute(delete(HotLogRow))
+    analysis = server.client.get("/api/v1/jobs/slurm-7/what-if").json()
+    assert "not fully stored" not in analysis["verdict"]["text"], "its last steps are kept"
 
 
 def test_an_external_job_is_named_after_its_script(
