@@ -535,7 +535,12 @@ class Checkpoints:
         assert copies is not None, "called only then"
         disk = saved_checkpoints(self._checkpointer.directory) if peers.rank == 0 else []
         disk = peers.from_first(disk)
-        found = copies.find(disk, lambda copy: MemoryState(copy).unfit(self._whole()))
+
+        def unfit(copy: CopyFile) -> str | None:
+            state = MemoryState(copy)
+            return state.unfit(self._whole(), may_grow=state.tree(_POSITION)["epoch"] > 0)
+
+        found = copies.find(disk, unfit)
         copies.disk = disk[0] if disk else None
         if found is not None:
             choice, self._found_copy = found

@@ -406,6 +406,10 @@ class ZeroOptimizerPart(OptimizerPart):
 
 # In the names of parameters: torch.compile, and activation checkpointing of a module.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+LATE_PARTS = (
+    "What the script adds while it trains (add_param_group), it has to add at a resume, too, "
+    "before paceline.steps"
+)
 HAS_NAMES = (ModulePart, OptimizerPart)  # each tensor is one of this script's own
 
 

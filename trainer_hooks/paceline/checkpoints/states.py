@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.parts import (
     HAS_NAMES,
+    LATE_PARTS,
     ModulePart,
     OptimizerPart,
     StatePart,
@@ -117,8 +118,7 @@ class StoredState:
         if lost:
             raise OtherRunError(
                 f"{self._found.path} has a parameter {min(lost)}, and the optimizer here has none: "
-                "use the same one. What the script adds while it trains (add_param_group), it has "
-                "to add at a resume, too, before paceline.steps"
+                f"use the same one. {LATE_PARTS}"
             )
 
     def _refuse_unused(

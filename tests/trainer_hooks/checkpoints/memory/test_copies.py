@@ -198,6 +198,8 @@ def main():
         for number in paceline.steps(range(5), state=state):
             while state._copies._is_writing and not state._copies.is_off:
                 time.sleep(0.001)
+            if number == 2:
+                dist.barrier()  # both have files in the directory, which the last one removes
             if number == 3 and end == "caught":
                 try:
                     sys.exit(1)
@@ -292,6 +294,34 @@ def test_copies_of_another_model_are_not_loaded(
         pass
     assert script.resumed == (None, None)
     assert "model.weight is float32 [2, 3] there and float32 [2, 4] here" in caplog.text
+
+
+@pytest.mark.parametrize("adds_again", [True, False])
+def test_copies_with_a_group_that_the_script_adds_in_a_later_epoch_are_loaded(
+    tmp_path: Path, adds_again: bool
+) -> None:
+    def train(adds_in: tuple[int, ...], stop_after: int) -> CopiedScript:
+        script = CopiedScript(tmp_path / "saved")
+        added = nn.Parameter(torch.zeros(2))
+        for epoch in script.state.epochs(3):
+            if epoch in adds_in and len(script.optimizer.param_groups) == 1:
+                script.optimizer.add_param_group({"params": [added]})
+            for _ in paceline.steps(range(10), state=script.state):
+                script.wait()
+                (script.model(torch.ones(3)) + added).square().sum().backward()
+                script.optimizer.step()
+                if script.state.step == stop_after:
+                    return script
+        return script
+
+    train((1, 2), stop_after=17).interrupt()
+    if adds_again:
+        assert train((1, 2), stop_after=18).resumed[0] == "memory"
+    else:
+        with pytest.raises(
+            OtherRunError, match=r"parameter optimizer.group1.0, .* before paceline"
+        ):
+            train((), stop_after=18)
 
 
 def test_copies_outlive_a_script_that_fits_neither_them_nor_the_disk(tmp_path: Path) -> None:

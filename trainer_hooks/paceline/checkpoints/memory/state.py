@@ -10,7 +10,13 @@ from torch import Tensor
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.memory.file import CopyFile, local_of, sharding_of
-from paceline.checkpoints.parts import HAS_NAMES, ModulePart, OptimizerPart, StatePart
+from paceline.checkpoints.parts import (
+    HAS_NAMES,
+    LATE_PARTS,
+    ModulePart,
+    OptimizerPart,
+    StatePart,
+)
 from paceline.checkpoints.trees import leaves_of, put_together
 
 
@@ -28,8 +34,11 @@ class MemoryState:
         tensors = {key: self._copy.tensor(f"{name}.{key}").clone() for key in leaves_of(rest)}
         return put_together(rest, lambda leaf: tensors[leaf.name])
 
-    def unfit(self, parts: Mapping[str, StatePart]) -> str | None:
-        """Return why the copy cannot be loaded into these parts, before anything is changed."""
+    def unfit(self, parts: Mapping[str, StatePart], *, may_grow: bool = False) -> str | None:
+        """Return why the copy cannot be loaded into these parts, before anything is changed.
+
+        `may_grow`: the script may still add what they lack before it is loaded.
+        """
         for name, part in parts.items():
             if name not in self._copy.part_names:
                 return f"they have no state {name!r}"
@@ -38,11 +47,11 @@ class MemoryState:
                 targets = part.targets(rest)
             except (KeyError, RuntimeError, ValueError, CheckpointError) as error:
                 return f"the state {name!r} does not fit: {error}"
-            if isinstance(part, OptimizerPart) and (missing := part.missing(rest)):
-                return f"{name} has the parameter {missing[0]} there and not here"
             differences = (self._compare(name, *each) for each in targets.items())
             reason = next(filter(None, differences), None)
-            reason = reason or self._unused(name, part, targets) or self._poison(name, part)
+            if not may_grow:
+                reason = reason or self._unused(name, part, rest, targets)
+            reason = reason or self._poison(name, part)
             if reason is not None:
                 return reason
         return None
@@ -50,11 +59,13 @@ class MemoryState:
     def restore(self, parts: Mapping[str, StatePart]) -> set[str]:
         """Load the parts. Return their names.
 
-        Raises OtherRunError if one refuses its state.
+        Raises OtherRunError if one lacks something, or refuses its state.
         """
         for name, part in parts.items():
             rest = self._copy.rest(name)
             targets = part.targets(rest)
+            if (unused := self._unused(name, part, rest, targets)) is not None:
+                raise OtherRunError(f"the copies in memory do not fit: {unused}. {LATE_PARTS}")
             with torch.no_grad():
                 for key, tensor in targets.items():
                     local_of(tensor).copy_(self._copy.tensor(f"{name}.{key}"))
@@ -78,10 +89,14 @@ class MemoryState:
             return f"{name}.{key} is {_described(*there)} there and {_described(*here)} here"
         return None
 
-    def _unused(self, name: str, part: StatePart, targets: Mapping[str, Tensor]) -> str | None:
-        """Return the first tensor that was copied and has no place here."""
+    def _unused(
+        self, name: str, part: StatePart, rest: Any, targets: Mapping[str, Tensor]
+    ) -> str | None:
+        """Return the first parameter or tensor that was copied and has no place here."""
         if not isinstance(part, HAS_NAMES):
             return None
+        if isinstance(part, OptimizerPart) and (missing := part.missing(rest)):
+            return f"they have the parameter {name}.{missing[0]}, which is not here"
         for full in self._copy.places:
             key = full.removeprefix(f"{name}.")
             if key != full and key not in targets:
