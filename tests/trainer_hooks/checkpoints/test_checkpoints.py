@@ -692,17 +692,28 @@ def test_shuffled_batches_and_random_numbers_continue_as_if_never_interrupted(
     assert torch.equal(torch.stack(first[:8] + second), torch.stack(whole))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_inside_another_iterable_continues_if_it_is_part_of_the_state(
-    tmp_path: Path,
+    tmp_path: Path, workers: int
 ) -> None:
     def run(directory: Path, stop_after: int) -> list[int]:
         weight, seen = torch.zeros(1), list[int]()
         data: Any = range(12)
         generator = torch.Generator().manual_seed(3)
-        loader = torch.utils.data.DataLoader(data, shuffle=True, generator=generator)
+        loader = torch.utils.data.DataLoader(
+            data,
+            shuffle=True,
+            generator=generator,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+
+        def numbers() -> Iterator[int]:
+            yield from map(int, loader)
+
         state = paceline.Checkpoints(directory, every=1, weight=weight, loader=loader)
         for _ in range(2):
-            for batch in paceline.steps((int(each) for each in loader), state=state):
+            for batch in paceline.steps(numbers(), state=state):
                 seen.append(batch)
                 if len(seen) == stop_after:
                     state.wait()
@@ -712,6 +723,29 @@ def test_a_loader_inside_another_iterable_continues_if_it_is_part_of_the_state(
     whole = run(tmp_path / "whole", 24)
     first = run(tmp_path / "two", 15)
     assert first[:14] + run(tmp_path / "two", 10) == whole
+
+
+@pytest.mark.parametrize(
+    ("wrap", "is_reported"),
+    [
+        (lambda loader: enumerate(zip(loader, range(9), strict=False)), True),
+        (lambda loader: (each for each in loader), True),
+        (iter, True),
+        (lambda loader: (each for _ in range(1) for each in loader), False),
+        (lambda loader: loader, False),
+    ],
+)
+def test_a_loader_that_is_read_before_the_state_is_restored_is_reported(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    wrap: Callable[[Any], Any],
+    is_reported: bool,
+) -> None:
+    data: Any = range(3)
+    loader = torch.utils.data.DataLoader(data, num_workers=1)
+    state = paceline.Checkpoints(tmp_path, weight=torch.zeros(1))
+    assert len(list(paceline.steps(wrap(loader), state=state))) == 3
+    assert ("has begun to read a DataLoader" in caplog.text) == is_reported
 
 
 class StatefulLoader:

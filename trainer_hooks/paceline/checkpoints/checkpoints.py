@@ -39,7 +39,7 @@ from paceline.checkpoints.parts import (
     StatePart,
     part_of,
 )
-from paceline.checkpoints.position import DataPosition
+from paceline.checkpoints.position import DataPosition, has_begun
 from paceline.checkpoints.random_states import RandomStates
 from paceline.checkpoints.rank_group import RankGroup, reason_of
 from paceline.checkpoints.replicas import ReplicaCheck, replica_sets
@@ -359,6 +359,13 @@ class Checkpoints:
             raise ValueError(
                 "Checkpoints.epochs allows one loop with this state per epoch: leave out `state` "
                 "in an evaluation, and for several loops use `for epoch in range(...)`"
+            )
+        if self._position.epoch < 0 and has_begun(loader):
+            _log.warning(
+                "paceline.steps was given a %s that has begun to read a DataLoader, so that a "
+                "resume does not restore the order of its data and the random numbers of its "
+                "workers: pass the loader itself, or a generator function that reads it.",
+                type(loader).__name__,
             )
         self._search()
         self._taken = False

@@ -10,11 +10,12 @@ with, and the batches that were taken are skipped. Then the random states of the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from paceline.checkpoints.random_states import RandomStates
 
@@ -79,7 +80,7 @@ class DataPosition:
         self._began_with = {
             "random": RandomStates().state_dict(),
             "generators": [each.get_state() for each in _generators(loader, *self.loaders)],
-            "has_iterator": _has_iterator(loader),
+            "has_iterator": [_has_iterator(each) for each in (loader, *self.loaders)],
         }
         return iter(loader)
 
@@ -105,8 +106,12 @@ class DataPosition:
         self._in_steps = batches
         self.batches_per_step = saved.get("batches_per_step", 1)  # a release before had none
         self._began_with = saved["began_with"]
-        if self._began_with.get("has_iterator") and not has_state and not _has_iterator(loader):
-            iter(loader)
+        had = self._began_with.get("has_iterator", False)
+        had = had if isinstance(had, list) else [had]  # a release before had that of `loader` only
+        for each, has_begun in zip((loader, *self.loaders), had, strict=False):
+            is_skipped = each is not loader or not has_state
+            if has_begun and is_skipped and not _has_iterator(each):
+                iter(each)
         if is_same_rank:
             RandomStates().load_state_dict(self._began_with["random"])
         if is_same_rank and not has_state:
@@ -121,6 +126,21 @@ class DataPosition:
         if is_same_rank:
             RandomStates().load_state_dict(saved["random"])
         return iterator
+
+
+def has_begun(iterable: object) -> bool:
+    """Return whether an iterator such as `enumerate(loader)` reads ahead from a loader already."""
+    held: Iterable[object] = ()
+    if isinstance(iterable, GeneratorType):
+        frame = iterable.gi_frame
+        held = (
+            () if frame is None else (frame.f_locals.get(".0"),)
+        )  # a generator expression reads it
+    elif isinstance(iterable, enumerate | filter | map | zip):
+        held = iterable.__reduce__()[1]
+    is_iterator = isinstance(iterable, _BaseDataLoaderIter)
+    reads_ahead = is_iterator and not isinstance(iterable, _SingleProcessDataLoaderIter)
+    return reads_ahead or any(map(has_begun, held))
 
 
 def _has_iterator(loader: Any) -> bool:
