@@ -19,10 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import load
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim import lr_scheduler
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paceline
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.layout import commit, read_manifest, saved_checkpoints
+from paceline.checkpoints.parts import part_of
 from paceline_wire.ring import RingReader
 from tests import forked_python
 
@@ -339,6 +343,22 @@ def test_objects_tensors_dicts_and_generators_are_restored(tmp_path: Path) -> No
     assert script.state.step == 3
 
 
+def test_a_scheduler_whose_state_is_more_than_plain_dicts_is_restored(tmp_path: Path) -> None:
+    def schedule(batches: int, stop_after: int | None = None) -> list[float]:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        warm_up = lr_scheduler.ConstantLR(optimizer, factor=0.5)
+        milestones = lr_scheduler.MultiStepLR(optimizer, [1, 1], gamma=0.1)  # it keeps a Counter
+        scheduler = lr_scheduler.SequentialLR(optimizer, [warm_up, milestones], [4])
+        script = Script(tmp_path, optimizer=optimizer, scheduler=scheduler)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        script.optimizer = optimizer
+        script.train(batches, stop_after=stop_after)
+        return scheduler.get_last_lr()
+
+    schedule(7, stop_after=3)
+    assert schedule(7) == pytest.approx([0.01])
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile
 @pytest.mark.parametrize(
     "wrap",
@@ -571,6 +591,40 @@ def test_a_sparse_buffer_is_refused(tmp_path: Path) -> None:
         paceline.Checkpoints(tmp_path, model=model)
     model[0].register_buffer("adjacency", torch.eye(3).to_sparse(), persistent=False)
     paceline.Checkpoints(tmp_path, model=model)
+
+
+def test_shards_without_a_mesh_are_refused() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        layer = nn.Linear(3, 2)
+        model = nn.Sequential(FullyShardedDataParallel(layer, device_id=torch.device("cpu")))
+        with pytest.raises(TypeError, match="model is a FullyShardedDataParallel without a device"):
+            part_of("model", model, dict)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_evaluation_between_two_steps_changes_no_names(tmp_path: Path) -> None:
+    """FSDP2's root uses other parameters from a forward pass to the next backward pass."""
+
+    def train() -> int | None:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = paceline.Checkpoints(tmp_path, every=1, optimizer=optimizer, model=model)
+        for _ in paceline.steps(range(2), state=state):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.ones(3))
+        state.wait()
+        return state.resumed_step
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert [train(), train()] == [None, 2]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_generators_of_a_rank_are_not_loaded_by_another_number_of_ranks(tmp_path: Path) -> None:

@@ -240,6 +240,8 @@ class Checkpoints:
             check.close()
 
     def _add_parts(self, state: Mapping[str, Any]) -> None:
+        parts: dict[str, StatePart] = {}
+        names = partial(_parameter_names, self._parts)
         for name, value in state.items():
             if not name.isidentifier():
                 raise ValueError(f"the name of a state must be an identifier, got {name!r}")
@@ -247,17 +249,18 @@ class Checkpoints:
             if name == _LOADER or isinstance(value, DataLoader):
                 # Accelerate's loaders have the methods also if they have no state.
                 if has_state and getattr(value, "use_stateful_dataloader", True):
-                    self._parts[name] = ObjectPart(value, is_local=True)
+                    parts[name] = ObjectPart(value, is_local=True)
                 else:
                     self._position.loaders.append(value)
                 continue  # the position in others is counted
-            names = partial(_parameter_names, self._parts)
-            part = self._parts[name] = part_of(name, value, names)
+            part = parts[name] = part_of(name, value, names)
             if isinstance(part, OptimizerPart):
                 self._counts_optimizers = True
                 self._position.optimizers.append(part.value)
                 # Weak: the threads of copies have the optimizer, which must not keep this object.
                 part.value.register_step_post_hook(partial(_call, WeakMethod(self._stepped)))
+        # Modules come first: to be asked for its state ends FSDP's use of other parameters.
+        self._parts |= sorted(parts.items(), key=lambda item: not isinstance(item[1], ModulePart))
 
     def _stepped(self) -> None:
         self._optimizer_steps += 1

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -83,6 +84,7 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
         for module in modules:
             _refuse_expanded(name, module)
             _refuse_unstorable(name, module)
+            _refuse_without_mesh(name, module)
         return ModulePart(modules)
     if (optimizer := _optimizer_of(value)) is not None:
         return _part_of_optimizer(optimizer, names_of)
@@ -120,6 +122,21 @@ def _refuse_unstorable(name: str, module: nn.Module) -> None:
             raise TypeError(
                 f"{full} of {name} is a {kind}, which checkpoints do not store: give "
                 "register_buffer persistent=False, or keep it as another kind of tensor"
+            )
+
+
+def _refuse_without_mesh(name: str, module: nn.Module) -> None:
+    """Raise TypeError for FSDP1 without a mesh: its shards are no DTensors."""
+    for each in module.modules():
+        is_sharded = (
+            isinstance(each, FullyShardedDataParallel)
+            and each.sharding_strategy is not ShardingStrategy.NO_SHARD
+        )
+        if is_sharded and getattr(each, "_device_mesh", None) is None:
+            raise TypeError(
+                f"{name} is a FullyShardedDataParallel without a device mesh, whose shards "
+                "checkpoints do not store: give it device_mesh=init_device_mesh(...), or use "
+                "fully_shard"
             )
 
 

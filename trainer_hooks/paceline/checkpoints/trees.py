@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ _PICKLE = b"\x80\x02"  # the start of protocol 2
 _LEAF = "paceline.tensor"  # marks a leaf in the rest, which may contain only plain types
 # Most of a rest are numbers, those of random states: they take the shortest way.
 _SCALARS = frozenset({int, float, str, bool, type(None)})
+# Dicts of other types that torch loads safely.
+_TABLES: tuple[type[dict[Any, Any]], ...] = (Counter, OrderedDict)
 
 
 class Leaf(NamedTuple):
@@ -47,7 +50,7 @@ def take_apart(tree: Any) -> tuple[dict[str, Tensor], Any]:
             is_sharded = isinstance(value, DTensor)
             return (_LEAF, name, value.dtype, tuple(value.shape), is_sharded)
         if isinstance(value, Mapping):
-            return {key: take(each, _join(name, key)) for key, each in value.items()}
+            return _as_table(value, {k: take(each, _join(name, k)) for k, each in value.items()})
         if isinstance(value, list | tuple):
             items = [
                 each if type(each) in _SCALARS else take(each, _join(name, index))
@@ -64,7 +67,7 @@ def put_together(rest: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
     if isinstance(rest, tuple) and len(rest) == 5 and rest[0] == _LEAF:
         return tensor_of(Leaf(*rest[1:]))
     if isinstance(rest, dict):
-        return {key: put_together(each, tensor_of) for key, each in rest.items()}
+        return _as_table(rest, {k: put_together(each, tensor_of) for k, each in rest.items()})
     if isinstance(rest, list | tuple):
         items = [put_together(each, tensor_of) for each in rest]
         return items if isinstance(rest, list) else tuple(items)
@@ -142,6 +145,10 @@ def decode(content: bytes) -> Any:
         return torch.load(file, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise DamagedError(f"a state cannot be decoded: {error}") from error
+
+
+def _as_table(like: Mapping[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
+    return next((kind(content) for kind in _TABLES if type(like) is kind), content)
 
 
 def _join(name: str, key: object) -> str:
