@@ -324,6 +324,17 @@ def test_copies_with_a_group_that_the_script_adds_in_a_later_epoch_are_loaded(
             train((), stop_after=18)
 
 
+def test_copies_that_are_turned_off_take_none_of_a_later_generation_with_them(
+    tmp_path: Path,
+) -> None:
+    first = CopiedScript(tmp_path / "saved").train(5)
+    second = CopiedScript(tmp_path / "saved").train(9)
+    first.copies._turn_off("its files were deleted")
+    first.train(7)
+    until(lambda: not first.copies._slots)
+    assert [name.generation for name in second.interrupt().copies()] == [2, 2, 2]
+
+
 def test_copies_outlive_a_script_that_fits_neither_them_nor_the_disk(tmp_path: Path) -> None:
     CopiedScript(tmp_path / "saved", every=4).train(7).interrupt()
     with pytest.raises(OtherRunError):

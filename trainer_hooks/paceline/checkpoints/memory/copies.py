@@ -405,11 +405,15 @@ class MemoryCopies:
 
     def _free(self) -> None:
         """Free the memory of this rank's copies, and of those that it holds."""
-        self._directory.delete(lambda name: name.rank == self._rank)
+        self._directory.delete(self._is_own)
         for slot in self._slots:
             slot.free()
         self._slots, self._newest, self._sent = [], None, None
         self._held.free()
+
+    def _is_own(self, name: CopyName) -> bool:
+        """Return whether a copy is of this rank, and not of a generation that has taken over."""
+        return name.rank == self._rank and name.generation <= self._generation
 
     def _turn_off(self, reason: str) -> None:
         """Stop making copies on all ranks: those of the others would be of no use."""
@@ -478,9 +482,7 @@ class MemoryCopies:
         steps = [each.record.step for each in self._slots if each.record is not None]
         if self._has_old_files and len(steps) > 1:
             self._has_old_files = False
-            self._directory.delete(
-                lambda other: other.rank == self._rank and other.step < min(steps)
-            )
+            self._directory.delete(lambda name: self._is_own(name) and name.step < min(steps))
         is_free = self._sending is None and monotonic() >= self._send_after
         if self._holder is not None and is_free and self._schedule.is_to_send(step):
             self._sending = slot
