@@ -654,6 +654,15 @@ def test_a_state_that_no_loop_has_is_reported_once(
     assert "paceline.steps(loader, state=state)" in warning
 
 
+@pytest.mark.parametrize("batches", [255, 600])
+def test_an_optimizer_that_never_steps_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batches: int
+) -> None:
+    state = Script(tmp_path).state
+    assert len(list(paceline.steps(range(batches), state=state))) == batches
+    assert caplog.text.count("has made no step in 256 batches") == (batches > 256)
+
+
 def test_steps_refuse_what_is_no_state_and_two_ways_to_save(tmp_path: Path) -> None:
     wrong: Any = "/ckpt"
     with pytest.raises(TypeError, match=r"must be a paceline\.Checkpoints object, got '/ckpt'"):

@@ -57,6 +57,8 @@ _TIMEOUT = timedelta(minutes=10)
 # Optimizer steps without a loop that has the state. A script may make a few before its loop, for
 # example to create the optimizer's state.
 _UNUSED_STEPS = 10
+# Batches without an optimizer step, more than gradients are accumulated of.
+_UNUSED_BATCHES = 256
 _POSITION = "position"
 _LOADER = "loader"
 
@@ -131,6 +133,7 @@ class Checkpoints:
         self._optimizer_steps = 0
         self._steps_before = 0  # value of the above at the last boundary
         self._counts_optimizers = False
+        self._untrained = 0  # batches since the last optimizer step
         self._add_parts(state)
         self._found: Verified | None = None  # to be loaded from disk
         self._found_copy: CopyFile | None = None  # to be loaded from memory
@@ -264,6 +267,7 @@ class Checkpoints:
 
     def _stepped(self) -> None:
         self._optimizer_steps += 1
+        self._untrained = 0
         if self._optimizer_steps == _UNUSED_STEPS and self._position.epoch < 0:
             _log.warning(
                 "The optimizer has made %d steps in a loop without this state, so nothing is "
@@ -456,6 +460,13 @@ class Checkpoints:
         skipped = 0 if self._batches is None else self._batches.take_skipped()
         self._position.took(skipped)
         self._taken = True
+        self._untrained += 1
+        if self._counts_optimizers and self._untrained == _UNUSED_BATCHES:
+            _log.warning(
+                "The optimizer has made no step in %d batches, and until it does, nothing is saved "
+                "by itself: give Checkpoints the one whose step() is called.",
+                _UNUSED_BATCHES,
+            )
 
     def end(self) -> None:
         """End the epoch. A step that was followed by `break` is counted here."""
