@@ -654,6 +654,48 @@ def test_a_state_that_no_loop_has_is_reported_once(
     assert "paceline.steps(loader, state=state)" in warning
 
 
+class WarmUp:
+    """A wrapper that is no optimizer of torch, as in many scripts."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+class TwoPasses(torch.optim.Optimizer):
+    """An optimizer with a step of its own, as of sharpness-aware minimization."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def second_step(self) -> None:
+        self.base.step()
+
+
+@pytest.mark.parametrize("wrapper", [WarmUp, TwoPasses])
+def test_the_steps_of_an_optimizer_in_another_object_are_counted(
+    tmp_path: Path, wrapper: type[Any]
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = paceline.Checkpoints(tmp_path, every=1, model=model, optimizer=optimizer)
+    for number in paceline.steps(range(12), state=state):
+        model(torch.ones(2)).sum().backward()
+        if number % 4 == 3:
+            getattr(optimizer, "second_step", optimizer.step)()
+            model.zero_grad()
+    assert state.step == 3
+
+
 @pytest.mark.parametrize("batches", [255, 600])
 def test_an_optimizer_that_never_steps_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, batches: int

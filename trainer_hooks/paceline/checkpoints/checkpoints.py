@@ -37,6 +37,7 @@ from paceline.checkpoints.parts import (
     ObjectPart,
     OptimizerPart,
     StatePart,
+    optimizers_of,
     part_of,
 )
 from paceline.checkpoints.position import DataPosition, has_begun
@@ -258,10 +259,12 @@ class Checkpoints:
                 continue  # the position in others is counted
             part = parts[name] = part_of(name, value, names)
             if isinstance(part, OptimizerPart):
-                self._counts_optimizers = True
                 self._position.optimizers.append(part.value)
-                # Weak: the threads of copies have the optimizer, which must not keep this object.
-                part.value.register_step_post_hook(partial(_call, WeakMethod(self._stepped)))
+        optimizers = {id(each): each for value in state.values() for each in optimizers_of(value)}
+        self._counts_optimizers = bool(optimizers)
+        for optimizer in optimizers.values():
+            # Weak: the threads of copies have the optimizer, which must not keep this object.
+            optimizer.register_step_post_hook(partial(_call, WeakMethod(self._stepped)))
         # Modules come first: to be asked for its state ends FSDP's use of other parameters.
         self._parts |= sorted(parts.items(), key=lambda item: not isinstance(item[1], ModulePart))
 

@@ -67,6 +67,13 @@ def _optimizer_of(value: Any) -> Optimizer | None:
     return value if isinstance(value, Optimizer) else None
 
 
+def optimizers_of(value: Any) -> list[Optimizer]:
+    """Return the optimizers whose steps may be those of a state: it, and those that it holds, as a
+    scheduler or a wrapper of the script's own does."""
+    held = (value, *getattr(value, "__dict__", {}).values())
+    return [optimizer for each in held if (optimizer := _optimizer_of(each)) is not None]
+
+
 def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) -> StatePart:
     """Return the part for an object.
 
