@@ -133,7 +133,7 @@ def has_begun(iterable: object) -> bool:
     held: Iterable[object] = ()
     if isinstance(iterable, GeneratorType):
         frame = iterable.gi_frame
-        held = () if frame is None else (frame.f_locals.get(".0"),)  # of a generator expression
+        held = () if frame is None else (frame.f_locals.get(".0"),)  # a generator expression
     elif isinstance(iterable, enumerate | filter | map | zip):
         held = iterable.__reduce__()[1]
     is_iterator = isinstance(iterable, _BaseDataLoaderIter)
