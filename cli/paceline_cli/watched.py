@@ -39,12 +39,7 @@ def write(logs: Path, server: str, since: datetime) -> None:
             for job in client.get("/jobs", limit=_MOST_JOBS)["items"]
             if datetime.fromisoformat(job["created_at"]) >= since
         ]
-        lines = [
-            incident["summary"]
-            for job in jobs
-            for incident in job["incidents"]
-            if incident["state"] != "resolved" and incident["severity"] != "info"
-        ]
+        lines = [line for job in jobs for line in problems(job)]
         result = {
             "server": server,
             "updated_at": datetime.now(UTC).isoformat(),
@@ -54,6 +49,16 @@ def write(logs: Path, server: str, since: datetime) -> None:
         new = logs / f"{RESULT}.new"
         new.write_text(json.dumps(result), encoding="utf-8")
         os.replace(new, logs / RESULT)
+
+
+def problems(job: dict[str, Any]) -> list[str]:
+    """Return a sentence on each problem that a job has now."""
+    verdict = job["verdict"]
+    return [verdict["text"]] * (verdict["kind"] == "standstill") + [
+        incident["summary"]
+        for incident in job["incidents"]
+        if incident["state"] != "resolved" and incident["severity"] != "info"
+    ]
 
 
 def read(logs: Path) -> dict[str, Any]:

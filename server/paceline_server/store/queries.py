@@ -309,14 +309,12 @@ def worst_open_incident(session: Session, job_id: str) -> IncidentRow | None:
 
 
 def incidents_at_end(session: Session, job: JobRow) -> list[IncidentRow]:
-    """Return the incidents above information that only the end of a job has resolved, worst first.
-
-    Their findings were never cleared, and are of the last generation.
-    """
+    """Return the problems of the last generation that only the end of a job has resolved, worst
+    first. Of information, only what all ranks waited for is a problem."""
     query = select(IncidentRow).where(
         IncidentRow.job_id == job.id,
         IncidentRow.state == "resolved",
-        IncidentRow.severity != "info",
+        or_(IncidentRow.severity != "info", IncidentRow.kind == HANG.name),
     )
     lasting = [
         row

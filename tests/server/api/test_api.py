@@ -507,6 +507,10 @@ def test_the_verdict_of_a_job_that_is_over_has_what_lasted_to_its_end(
     repaired = incident(job_id, 3, state="resolved", generation=0)
     assert verdict(over, information, repaired) == (f"{how} at step 5.", None)
     summary = "Rank 2 is 2.5x slower: thermal throttle on node-1."
+    waited = incident(job_id, 6, state="resolved", severity="info", kind="hang", summary="Waits.")
+    assert verdict(waited) == (f"{how} at step 5. Waits.", "inc-6")
+    with server.program.database.write() as session:
+        session.delete(session.get_one(IncidentRow, "inc-6"))
     lasting = incident(job_id, 4, state="resolved", cost_ratio=0.4)
     assert verdict(lasting) == (f"{how} at step 5. {summary}", "inc-4")
     milder = incident(job_id, 5, state="resolved", cost_ratio=0.1)

@@ -68,6 +68,23 @@ def test_the_result_is_that_of_the_server_and_stays(recorded: Recorded, logs: Pa
         watched.write(logs, f"http://127.0.0.1:{free_port()}", LONG_AGO)  # no server
 
 
+@pytest.mark.parametrize(
+    ("kind", "severity", "state", "lines"),
+    [
+        ("healthy", "warning", "open", ["It is slow."]),
+        ("healthy", "warning", "resolved", []),
+        ("host_noise", "info", "open", []),
+        ("standstill", "info", "open", ["No progress for 26 s."]),
+    ],
+)
+def test_the_last_lines_are_the_problems_of_the_moment(
+    kind: str, severity: str, state: str, lines: list[str]
+) -> None:
+    incident = {"severity": severity, "state": state, "summary": "It is slow."}
+    verdict = {"kind": kind, "text": "No progress for 26 s."}
+    assert watched.problems({"verdict": verdict, "incidents": [incident]}) == lines
+
+
 def test_a_command_without_its_server_names_the_result(
     logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
