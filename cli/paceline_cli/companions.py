@@ -162,14 +162,14 @@ def main(
 
 
 def _keeper(logs: Path, address: str) -> Callable[[], None]:
-    """Return what keeps the result of the trainings from now on that the server shows."""
+    """Return a function that stores the result of the trainings that the server shows."""
     from paceline_cli import watched  # noqa: PLC0415 - its imports take memory; only with a server
 
     return partial(watched.write, logs, address, datetime.now(UTC))
 
 
 def _nothing() -> None:
-    """Keep no result: that of another server is read there."""
+    """Store no result: another server keeps its own."""
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:

@@ -2,8 +2,8 @@
 
 The process beside the commands (`companions.py`) writes it while the server runs, and once more
 when all data are stored. So the result of a training can be read without a server: by `paceline
-watch` without a command, and by the process that became the command, which prints `lines` at its
-end.
+watch` without a command, and by the process that became the command, which prints `problems` at
+its end.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from paceline_cli.watch_directory import RESULT
 
 VARIABLE = "PACELINE_WATCH_RESULT"  # PID:PATH of the process that prints the lines, and the file
 _MOST_JOBS = 20
+_MOST_INCIDENTS = 20  # of a job, the worst first
 _MOST_LINES = 3
 
 
@@ -31,20 +32,31 @@ def write(logs: Path, server: str, since: datetime) -> None:
     Args:
         logs: the node's directory, as `watch_directory` returns it.
         server: address of the local server. If it does not respond, the file stays as it is.
-        since: only of jobs that were created at this time or later.
+        since: only of jobs that had not ended before this time.
     """
     with suppress(click.ClickException, OSError, ValueError), Client(server) as client:
         jobs = [
-            {**job, "incidents": client.items("/incidents", job=job["id"])}
+            {
+                **job,
+                "incidents": client.get("/incidents", job=job["id"], limit=_MOST_INCIDENTS)[
+                    "items"
+                ],
+            }
             for job in client.get("/jobs", limit=_MOST_JOBS)["items"]
-            if datetime.fromisoformat(job["created_at"]) >= since
+            if job["finished_at"] is None or _time(job["finished_at"]) >= since
         ]
-        lines = [line for job in jobs for line in problems(job)]
         result = {
             "server": server,
             "updated_at": datetime.now(UTC).isoformat(),
             "jobs": jobs or read(logs)["jobs"],
-            "lines": lines[:_MOST_LINES],
+            "problems": [
+                {
+                    "job": job["name"],
+                    "created": _time(job["created_at"]).timestamp(),
+                    "lines": problems(job)[:_MOST_LINES],
+                }
+                for job in jobs
+            ],
         }
         new = logs / f"{RESULT}.new"
         new.write_text(json.dumps(result), encoding="utf-8")
@@ -59,6 +71,10 @@ def problems(job: dict[str, Any]) -> list[str]:
         for incident in job["incidents"]
         if incident["state"] != "resolved" and incident["severity"] != "info"
     ]
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
 
 
 def read(logs: Path) -> dict[str, Any]:

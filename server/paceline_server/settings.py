@@ -90,10 +90,9 @@ class Settings(BaseSettings):
     bytes_per_tick: int = Field(16 << 20, ge=1, description="Compressed bytes read per tick.")
 
     log_retention_seconds: float = Field(900.0, gt=0, description="Age limit of the hot log.")
-    log_retention_bytes: int = Field(
-        1 << 30,
-        ge=1 << 20,
-        description="Size limit of the hot log, and of the last steps of ended jobs.",
+    log_retention_bytes: int = Field(1 << 30, ge=1 << 20, description="Size limit of the hot log.")
+    kept_log_bytes: int = Field(
+        1 << 30, ge=0, description="Size limit of the batches of ended jobs' last steps."
     )
     # Per job. A summary takes 1 to 3 KB, per-rank values take 20 bytes per rank and step. The
     # defaults hold a day at one step per second, and 20 MB per 1,000 ranks.

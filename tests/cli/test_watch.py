@@ -248,7 +248,9 @@ def test_options_after_the_command_are_its_own(tmp_path: Path) -> None:
 def last_words(tmp_path: Path, program: str) -> str:
     """Return what a process prints to stderr at its end, if it is the command of a result."""
     path = tmp_path / "result.json"
-    path.write_text(json.dumps({"lines": ["Rank 1 is \x1b[31mslow."]}))
+    problem = {"job": "train", "created": time.time() + 60.0, "lines": ["Rank 1 is \x1b[31mslow."]}
+    earlier = {"job": "earlier", "created": time.time() - 60.0, "lines": ["Rank 7 is slow."]}
+    path.write_text(json.dumps({"problems": [problem, earlier]}))
     later = time.time() + 3600.0  # it stays new, however long the import of torch takes
     os.utime(path, (later, later))
     finished = subprocess.run(
@@ -275,7 +277,14 @@ def test_the_command_ends_with_what_was_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "age_seconds"),
-    [(None, 0.0), ("[]", 0.0), ("{", 0.0), ('{"lines": [7]}', 0.0), ('{"lines": ["old"]}', 60.0)],
+    [
+        (None, 0.0),
+        ("[]", 0.0),
+        ("{", 0.0),
+        ('{"problems": []}', 0.0),
+        ('{"problems": [{"created": 9, "lines": [7]}]}', 0.0),
+        ('{"problems": [{"created": 9, "lines": ["slow"]}]}', 60.0),
+    ],
 )
 def test_a_result_that_is_missing_damaged_or_old_is_not_printed(
     tmp_path: Path, content: str | None, age_seconds: float, capsys: pytest.CaptureFixture[str]
@@ -285,8 +294,18 @@ def test_a_result_that_is_missing_damaged_or_old_is_not_printed(
         path.write_text(content)
         at = time.time() - age_seconds
         os.utime(path, (at, at))
-    result.show(str(path), os.getpid())
+    result.show(str(path), os.getpid(), 0.0)
     assert capsys.readouterr().err == ""
+
+
+def test_problems_of_several_jobs_have_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    jobs = [{"job": name, "created": 9, "lines": [f"{name} hangs."]} for name in ("one", "two")]
+    path.write_text(json.dumps({"problems": jobs}))
+    result.show(str(path), os.getpid(), 5.0)
+    assert capsys.readouterr().err.startswith("paceline: one: one hangs.\npaceline: two: two")
 
 
 def test_only_one_task_of_a_job_step_prints_the_result(tmp_path: Path) -> None:
@@ -396,6 +415,9 @@ def test_a_training_is_shown_and_everything_ends_with_it(tmp_path: Path, node: P
             jobs = httpx.get(f"{url}/api/v1/jobs", timeout=60).json()["items"]
         except httpx.HTTPError:
             continue
+    (logs,) = (tmp_path / "state/watch").iterdir()
+    while not json.loads(watch("--json", tmp_path=tmp_path).stdout)["jobs"]:
+        assert time.monotonic() < deadline, list(logs.iterdir())
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0

@@ -8,6 +8,7 @@ import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
@@ -37,6 +38,7 @@ RING_DIRECTORY = "PACELINE_RING_DIRECTORY"
 NODE_DIRECTORY = "PACELINE_AGENT_NODE_DIRECTORY"
 # With it torchrun gives each start of the ranks a store of its own, if its rendezvous can.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+ENDED = ("finished", "stopped", "failed")
 # Variables with the number of a task, of which several may run on one node.
 TASK_NUMBERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -58,16 +60,18 @@ def watch(
     \b
     paceline watch -- torchrun --nproc-per-node 8 train.py
     srun paceline watch --server https://HOST:8470 -- python train.py
-    paceline watch                what was found in the last training of this node
+    paceline watch                what was found in the last training with a local server
 
     Sets PACELINE=1 and becomes COMMAND: signals, output and exit status are its own. For a torchrun
     with --max-restarts it also sets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which ranks that
     are started again may look for dead ones. If no agent runs on this node, one is started for as
     long as COMMAND and others like it run; without --server, and without a server on this machine,
-    a server too. Its dashboard shows the job. At the end COMMAND prints the problems that were
-    found, and `paceline watch` alone shows the result.
+    a server too. Its dashboard shows the job. A COMMAND that imports torch, such as torchrun, then
+    ends with the problems that were found, and `paceline watch` alone shows the result.
     """
     if not command:
+        if server_given := [name for name in ("server", "token") if _is_given(ctx, name)]:
+            raise click.UsageError(f"--{server_given[0]} is for a COMMAND, and there is none.")
         _show_result(as_json)
         return
     if as_json:
@@ -96,20 +100,42 @@ def watch(
         raise click.ClickException(f"{program} cannot be run: {error.strerror}") from error
 
 
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 def _show_result(as_json: bool) -> None:
     """Print what was found in the newest training that a local server recorded."""
-    logs = watch_directory(os.environ)
+    try:
+        logs = watch_directory(os.environ)
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
     result = watched.read(logs)
     if as_json:
         render.show_json(result)
         return
-    newest, *others = result["jobs"] or [None]
-    if newest is None:
+    if not result["jobs"]:
         click.echo("No training was recorded on this node with a server of `paceline watch`.")
         render.show_next({"paceline watch -- torchrun train.py": "record one"})
         return
-    is_over = newest["state"] in ("finished", "stopped", "failed")
-    if not is_over:
+    try:
+        _show_jobs(result)
+    except (KeyError, TypeError, ValueError) as error:
+        raise click.ClickException(
+            f"{logs / RESULT} is of another release of Paceline: it has no {error}."
+        ) from error
+    newest = result["jobs"][0]
+    if newest["state"] not in ENDED and _responds(result["server"]):
+        render.show_next({result["server"]: "dashboard"})
+    else:
+        command = f"paceline server --database-url {_database(logs)}"
+        render.show_next({command: "the dashboard of all that were recorded"})
+
+
+def _show_jobs(result: dict[str, Any]) -> None:
+    """Print the newest job, and a table of the others."""
+    newest, *others = result["jobs"]
+    if newest["state"] not in ENDED:
         click.echo(f"As of {render.clock(result['updated_at'])}:")
     render.show_line(newest["verdict"]["text"])
     render.show_line(jobs.summary(newest))
@@ -119,11 +145,6 @@ def _show_result(as_json: bool) -> None:
     incidents.show_incidents(newest["incidents"], "No problem was found.")
     if others:
         jobs.show_jobs(others)
-    if is_over:
-        command = f"paceline server --database-url {_database(logs)}"
-        render.show_next({command: "the dashboard of all that were recorded"})
-    else:
-        render.show_next({result["server"]: "dashboard"})
 
 
 def _database(logs: Path) -> str:

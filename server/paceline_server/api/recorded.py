@@ -41,12 +41,16 @@ def recorded_steps(session: Session, job: models.JobRow, steps: int) -> Recorded
     started_ns = {row.step: row.summary.started_ns for row in newest}
     placement = generation.placement
     batches = _batches(session, generation, min(started_ns.values()) - MARGIN_NS)
-    found = [remeasure(job.id, placement, batches)]
-    if len(found[0]) < len(newest):
+
+    def measured(batches: Iterable[tuple[Batch, int]]) -> list[StepTiming]:
+        timings = remeasure(job.id, placement, batches)
+        return [timing for timing in timings if timing.step in started_ns]
+
+    timings = measured(batches)
+    if len(timings) < len(newest):
         kept = kept_batches(session, job.id, job.generation)
-        found.append(remeasure(job.id, placement, _decoded(kept)))
-    timings = max(found, key=len)
-    return RecordedSteps(placement, [timing for timing in timings if timing.step in started_ns])
+        timings = max(timings, measured(_decoded(kept)), key=len)
+    return RecordedSteps(placement, timings)
 
 
 def _batches(

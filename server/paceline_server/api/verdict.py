@@ -102,12 +102,12 @@ def _verdict(
 
 def _ended(session: Session, job: models.JobRow, kind: JobVerdict, how: str) -> schemas.Verdict:
     """Return the verdict of a job that is over, with the worst of the problems that lasted."""
-    lasting = queries.incidents_at_end(session, job)
-    parts = [f"{how}{_at_step(job)}.", *(row.view.finding.summary for row in lasting[:1])]
-    if len(lasting) > 1:
-        others = "1 other problem" if len(lasting) == 2 else f"{len(lasting) - 1} other problems"
+    problems = queries.problems_at_end(session, job)
+    parts = [f"{how}{_at_step(job)}.", *(finding.summary for _, finding in problems[:1])]
+    if len(problems) > 1:
+        others = "1 other problem" if len(problems) == 2 else f"{len(problems) - 1} other problems"
         parts.append(f"{others} lasted to the end, too.")
-    return _verdict(kind, " ".join(parts), next(iter(lasting), None))
+    return _verdict(kind, " ".join(parts), problems[0][0] if problems else None)
 
 
 def _standstill(worst: models.IncidentRow | None, still: str) -> schemas.Verdict:

@@ -79,13 +79,15 @@ def strength(finding: Finding) -> tuple[int, int, bool, bool]:
 
 
 def urgency_value(incident: IncidentView) -> float:
-    """Return the sort value of an incident: -1 if it is resolved, else by severity, then cost.
+    """Return the sort value of an incident: -1 if it is resolved, else that of its finding."""
+    return -1.0 if incident.state == "resolved" else urgency_of(incident.finding)
+
+
+def urgency_of(finding: Finding) -> float:
+    """Return the sort value of a finding: by severity, then cost.
 
     A job that is stopped loses all of its time.
     """
-    if incident.state == "resolved":
-        return -1.0
-    finding = incident.finding
     cost = 1.0 if kind_of(finding.kind).effect == "stopped" else finding.cost_ratio or 0.0
     if cost != cost:  # NaN
         cost = 0.0

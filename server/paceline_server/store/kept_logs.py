@@ -15,8 +15,8 @@ from paceline_server.store.models import GenerationRow, HotLogRow, KeptLogRow
 
 # With clock skew, a step's first spans may arrive before its start on the server's clock.
 MARGIN_NS = 5_000_000_000
-# Numbers of last steps that are kept: as many as an analysis takes by default, else as few as it
-# needs, else none, so that one job takes at most MOST_BYTES.
+# The last eight steps are kept, because an analysis takes eight by default. If they are larger than
+# MOST_BYTES, the last three are kept, which is the least that it needs; else none.
 _STEPS = (8, 3)
 MOST_BYTES = 32 << 20
 
@@ -67,7 +67,7 @@ def kept_batches(session: Session, job_id: str, generation: int) -> _Batches:
 
 
 def prune_kept_logs(session: Session, most_bytes: int) -> None:
-    """Delete those that were kept first, so that the others have `most_bytes` at most."""
+    """Delete the oldest, so that the others take at most `most_bytes`."""
     row, total = KeptLogRow, 0
     for job_id, size in session.execute(
         select(row.job_id, row.size_bytes).order_by(row.kept_ns.desc(), row.job_id)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
 from sqlalchemy import ColumnElement, Select, Text, and_, func, not_, or_, select, type_coerce
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
-from paceline_server.decide.incidents import urgency_value
+from paceline_server.decide.incidents import live_findings, strength, urgency_of
 from paceline_server.decide.types import FailureHistory
 from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
+from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE, HANG
 from paceline_server.engine.types import Launch
 from paceline_server.store.log import FINISHED
@@ -308,22 +308,28 @@ def worst_open_incident(session: Session, job_id: str) -> IncidentRow | None:
     return next(iter(open_incidents(session, job_id)), None)
 
 
-def incidents_at_end(session: Session, job: JobRow) -> list[IncidentRow]:
-    """Return the problems of the last generation that only the end of a job has resolved, worst
-    first. Of information, only what all ranks waited for is a problem."""
+def problems_at_end(session: Session, job: JobRow) -> list[tuple[IncidentRow, Finding]]:
+    """Return the incidents of a job that only its end has resolved, each with the worst of its
+    findings that was not cleared; the worst first.
+
+    Of information, only what all ranks waited for is a problem.
+    """
     query = select(IncidentRow).where(
         IncidentRow.job_id == job.id,
         IncidentRow.state == "resolved",
-        or_(IncidentRow.severity != "info", IncidentRow.kind == HANG.name),
+        IncidentRow.opened_ns >= job.created_ns,  # a name may be that of earlier runs, too
     )
-    lasting = [
-        row
-        for row in session.scalars(query.order_by(IncidentRow.opened_ns.desc()).limit(_MOST_AT_END))
-        if row.view.finding.generation == job.generation and not row.view.finding.cleared
-    ]
-    return sorted(
-        lasting, key=lambda row: urgency_value(replace(row.view, state="open")), reverse=True
-    )
+    problems = []
+    for row in session.scalars(query.order_by(IncidentRow.opened_ns.desc()).limit(_MOST_AT_END)):
+        lasting = [
+            finding
+            for finding in live_findings(row.view)
+            if finding.generation == job.generation
+            and (finding.severity != "info" or finding.kind == HANG.name)
+        ]
+        if lasting:
+            problems.append((row, max(lasting, key=strength)))
+    return sorted(problems, key=lambda each: urgency_of(each[1]), reverse=True)
 
 
 def nodes_of(session: Session, job_id: str, since_ns: int) -> tuple[set[str], set[str]]:

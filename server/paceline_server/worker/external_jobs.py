@@ -33,6 +33,7 @@ from paceline_server.store.models import (
     EngineMemoryRow,
     GenerationRow,
     JobRow,
+    KeptLogRow,
     NodeRow,
     RankEvidenceRow,
     RankRow,
@@ -234,7 +235,8 @@ def _begin(
     else:
         if is_repeated:
             _forget_progress(job, now_ns)
-            session.execute(delete(EngineMemoryRow).where(EngineMemoryRow.job_id == job.id))
+            for table in (EngineMemoryRow, KeptLogRow):
+                session.execute(delete(table).where(table.job_id == job.id))
         _clear(session, job.id, generation)
         verb = f"found running in generation {generation}"
     if job.policy_version is None:

@@ -66,6 +66,8 @@ class WorkerSettings(Protocol):
     @property
     def log_retention_bytes(self) -> int: ...
     @property
+    def kept_log_bytes(self) -> int: ...
+    @property
     def step_retention_seconds(self) -> float: ...
     @property
     def changes_kept(self) -> int: ...
@@ -292,6 +294,7 @@ class Worker(LeasedThread):
         self._pruned_ns = now_ns
         self._prune_log(now_ns - int(self._settings.log_retention_seconds * 1e9))
         with self._database.write() as session:
+            prune_kept_logs(session, self._settings.kept_log_bytes)
             prune_changes(session, self._settings.changes_kept)
             prune_outbox(session, now_ns - int(self._settings.outbox_retention_seconds * 1e9))
             prune_commands(session, now_ns - int(self._settings.command_retention_seconds * 1e9))
@@ -308,8 +311,6 @@ class Worker(LeasedThread):
         """Delete a little at a time: after an upgrade much may be older than the limit."""
         if time.monotonic() < self._prune_ended_at:
             return
-        with self._database.write() as session:
-            prune_kept_logs(session, self._settings.log_retention_bytes)
         before_ns = now_ns - int(self._settings.step_retention_seconds * 1e9)
         for _ in range(_ENDED_PER_PRUNE):
             with self._database.write() as session:

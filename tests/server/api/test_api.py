@@ -494,7 +494,7 @@ def test_the_verdict_of_a_job_that_is_over_has_what_lasted_to_its_end(
     job_id = post_job(server.url)
     with server.program.database.write() as session:
         job = session.get_one(JobRow, job_id)
-        job.state, job.step, job.generation = state, 5, 1  # type: ignore[assignment]
+        job.state, job.step, job.generation, job.created_ns = state, 5, 1, NOW  # type: ignore[assignment]
 
     def verdict(*rows: IncidentRow) -> tuple[str, str | None]:
         put(server, *rows)
@@ -507,6 +507,8 @@ def test_the_verdict_of_a_job_that_is_over_has_what_lasted_to_its_end(
     repaired = incident(job_id, 3, state="resolved", generation=0)
     assert verdict(over, information, repaired) == (f"{how} at step 5.", None)
     summary = "Rank 2 is 2.5x slower: thermal throttle on node-1."
+    earlier_run = incident(job_id, -1, state="resolved")
+    assert verdict(earlier_run) == (f"{how} at step 5.", None)
     waited = incident(job_id, 6, state="resolved", severity="info", kind="hang", summary="Waits.")
     assert verdict(waited) == (f"{how} at step 5. Waits.", "inc-6")
     with server.program.database.write() as session:

@@ -58,7 +58,7 @@ _TIMEOUT = timedelta(minutes=10)
 # Optimizer steps without a loop that has the state. A script may make a few before its loop, for
 # example to create the optimizer's state.
 _UNUSED_STEPS = 10
-# Batches without an optimizer step, more than gradients are accumulated of.
+# Batches without any optimizer step. Few scripts accumulate the gradients of more.
 _UNUSED_BATCHES = 256
 _POSITION = "position"
 _LOADER = "loader"
@@ -134,7 +134,7 @@ class Checkpoints:
         self._optimizer_steps = 0
         self._steps_before = 0  # value of the above at the last boundary
         self._counts_optimizers = False
-        self._untrained = 0  # batches since the last optimizer step
+        self._untrained = 0  # batches before the first optimizer step
         self._add_parts(state)
         self._found: Verified | None = None  # to be loaded from disk
         self._found_copy: CopyFile | None = None  # to be loaded from memory
@@ -265,12 +265,11 @@ class Checkpoints:
         for optimizer in optimizers.values():
             # Weak: the threads of copies have the optimizer, which must not keep this object.
             optimizer.register_step_post_hook(partial(_call, WeakMethod(self._stepped)))
-        # Modules come first: to be asked for its state ends FSDP's use of other parameters.
+        # Modules first: reading a module's state makes FSDP2 use its own parameters again.
         self._parts |= sorted(parts.items(), key=lambda item: not isinstance(item[1], ModulePart))
 
     def _stepped(self) -> None:
         self._optimizer_steps += 1
-        self._untrained = 0
         if self._optimizer_steps == _UNUSED_STEPS and self._position.epoch < 0:
             _log.warning(
                 "The optimizer has made %d steps in a loop without this state, so nothing is "
@@ -463,8 +462,10 @@ class Checkpoints:
         skipped = 0 if self._batches is None else self._batches.take_skipped()
         self._position.took(skipped)
         self._taken = True
+        if not self._counts_optimizers or self._optimizer_steps:
+            return
         self._untrained += 1
-        if self._counts_optimizers and self._untrained == _UNUSED_BATCHES:
+        if self._untrained == _UNUSED_BATCHES:
             _log.warning(
                 "The optimizer has made no step in %d batches, and until it does, nothing is saved "
                 "by itself: give Checkpoints the one whose step() is called.",
@@ -562,7 +563,8 @@ class Checkpoints:
 
         def unfit(copy: CopyFile) -> str | None:
             state = MemoryState(copy)
-            return state.unfit(self._whole(), may_grow=state.tree(_POSITION)["epoch"] > 0)
+            epoch = state.tree(_POSITION)["epoch"]
+            return state.unfit(self._whole(), may_add_parameters=epoch > 0)
 
         found = copies.find(disk, unfit)
         copies.disk = disk[0] if disk else None

@@ -108,9 +108,9 @@ class DataPosition:
         self._began_with = saved["began_with"]
         had = self._began_with.get("has_iterator", False)
         had = had if isinstance(had, list) else [had]  # a release before had that of `loader` only
-        for each, has_begun in zip((loader, *self.loaders), had, strict=False):
-            is_skipped = each is not loader or not has_state
-            if has_begun and is_skipped and not _has_iterator(each):
+        for each, had_iterator in zip((loader, *self.loaders), had, strict=False):
+            is_counted = each is not loader or not has_state
+            if had_iterator and is_counted and not _has_iterator(each):
                 iter(each)
         if is_same_rank:
             RandomStates().load_state_dict(self._began_with["random"])

@@ -34,10 +34,12 @@ class MemoryState:
         tensors = {key: self._copy.tensor(f"{name}.{key}").clone() for key in leaves_of(rest)}
         return put_together(rest, lambda leaf: tensors[leaf.name])
 
-    def unfit(self, parts: Mapping[str, StatePart], *, may_grow: bool = False) -> str | None:
+    def unfit(
+        self, parts: Mapping[str, StatePart], *, may_add_parameters: bool = False
+    ) -> str | None:
         """Return why the copy cannot be loaded into these parts, before anything is changed.
 
-        `may_grow`: the script may still add what they lack before it is loaded.
+        `may_add_parameters`: the script may still give an optimizer those that it lacks.
         """
         for name, part in parts.items():
             if name not in self._copy.part_names:
@@ -49,7 +51,7 @@ class MemoryState:
                 return f"the state {name!r} does not fit: {error}"
             differences = (self._compare(name, *each) for each in targets.items())
             reason = next(filter(None, differences), None)
-            if not may_grow:
+            if not (may_add_parameters and isinstance(part, OptimizerPart)):
                 reason = reason or self._unused(name, part, rest, targets)
             reason = reason or self._poison(name, part)
             if reason is not None:
@@ -65,7 +67,10 @@ class MemoryState:
             rest = self._copy.rest(name)
             targets = part.targets(rest)
             if (unused := self._unused(name, part, rest, targets)) is not None:
-                raise OtherRunError(f"the copies in memory do not fit: {unused}. {LATE_PARTS}")
+                raise OtherRunError(
+                    f"the copies in memory do not fit: {unused}. {LATE_PARTS}. memory=False "
+                    "continues from the checkpoint on disk"
+                )
             with torch.no_grad():
                 for key, tensor in targets.items():
                     local_of(tensor).copy_(self._copy.tensor(f"{name}.{key}"))
