@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import msgspec
 from sqlalchemy.orm import Session
 
+from paceline_server.engine.definitions import Definitions
+from paceline_server.engine.engine import definitions_in
 from paceline_server.engine.remeasure import remeasure
 from paceline_server.engine.types import Placement
 from paceline_server.steps.timing import StepTiming
@@ -42,8 +44,10 @@ def recorded_steps(session: Session, job: models.JobRow, steps: int) -> Recorded
     placement = generation.placement
     batches = _batches(session, generation, min(started_ns.values()) - MARGIN_NS)
 
+    definitions = _definitions(session, job.id)
+
     def measured(batches: Iterable[tuple[Batch, int]]) -> list[StepTiming]:
-        timings = remeasure(job.id, placement, batches)
+        timings = remeasure(job.id, placement, batches, definitions)
         return [timing for timing in timings if timing.step in started_ns]
 
     timings = measured(batches)
@@ -51,6 +55,14 @@ def recorded_steps(session: Session, job: models.JobRow, steps: int) -> Recorded
         kept = kept_batches(session, job.id, job.generation)
         timings = max(timings, measured(_decoded(kept)), key=len)
     return RecordedSteps(placement, timings)
+
+
+def _definitions(session: Session, job_id: str) -> Definitions | None:
+    """Return what the ranks have defined; their batches may have been pruned."""
+    memory = session.get(models.EngineMemoryRow, job_id)
+    with suppress(msgspec.DecodeError):  # of a later release
+        return None if memory is None else definitions_in(memory.memory)
+    return None
 
 
 def _batches(

@@ -14,6 +14,7 @@ from paceline_server.detect.contract import Detector
 from paceline_server.detect.registry import detector_classes
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.engine.clocks import NodeClocks
+from paceline_server.engine.definitions import Definitions
 from paceline_server.engine.generation import RunningGeneration
 from paceline_server.engine.types import Outcome, Placement
 from paceline_server.policy import Policy
@@ -29,9 +30,18 @@ class _Memory(msgspec.Struct):
     highest_step: int | None = None
     efficiency: Efficiency = Efficiency()
     usual: UsualStep | None = None
+    definitions: Definitions | None = None  # of the generation that is running
 
 
 _memory = msgspec.msgpack.Decoder(_Memory)
+
+
+def definitions_in(memory: bytes) -> Definitions | None:
+    """Return what the ranks of the newest generation have defined, from an engine's memory.
+
+    Raises msgspec.DecodeError for invalid `memory`.
+    """
+    return _memory.decode(memory).definitions
 
 
 class Engine:
@@ -61,6 +71,7 @@ class Engine:
         self._highest_step = restored.highest_step
         self._efficiency = restored.efficiency
         self._usual = restored.usual  # fastest of the generations
+        self._definitions = restored.definitions  # until their generation is placed
         self._telemetry = Telemetry()
         self._clocks = NodeClocks()
         self._last_seen_ns: dict[str, int] = {}
@@ -70,8 +81,15 @@ class Engine:
         self._left_over: list[StepSummary] = []  # steps not returned yet
 
     def memory(self) -> bytes:
-        """Return the ledger and the highest step, stored in one transaction with the cursor."""
-        memory = _Memory(self._ledger.state(), self._highest_step, self._efficiency, self._usual)
+        """Return what the log does not have any more, stored in one transaction with the cursor."""
+        running = self._running
+        memory = _Memory(
+            self._ledger.state(),
+            self._highest_step,
+            self._efficiency,
+            self._usual,
+            self._definitions if running is None else running.definitions,
+        )
         return msgspec.msgpack.encode(memory)
 
     def place(self, placement: Placement) -> None:
@@ -81,6 +99,7 @@ class Engine:
         """
         if self._running is not None and self._running.placement == placement:
             return
+        known = self._definitions if self._running is None else self._running.definitions
         if self._running is not None:
             self._left_over += self._running.take_complete(None)
             if self._running.placement.topology.world_size != placement.topology.world_size:
@@ -88,6 +107,8 @@ class Engine:
         self._running = RunningGeneration(
             self.job_id, placement, self._policy, self._detectors, self._usual
         )
+        if known is not None and known.are_of(placement):
+            self._running.restore(known)
         self._suspended = False
         self._ledger.begin(placement.generation, placement.started_ns, placement.resume_step)
 

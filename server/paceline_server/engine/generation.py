@@ -28,6 +28,7 @@ from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.reporting import cost_of
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.engine.clocks import ReportedTime
+from paceline_server.engine.definitions import DefinitionLog, Definitions
 from paceline_server.engine.losses import LossJoin
 from paceline_server.engine.reported_topology import ReportedTopology, may_replace
 from paceline_server.engine.types import Placement, RankProgress
@@ -108,6 +109,7 @@ class RunningGeneration:
         self._new_exits: list[ReportedExit] = []
         self._new_device_events: list[ReportedDeviceEvent] = []
         self._sections: dict[tuple[int, int], str] = {}
+        self._defined = DefinitionLog(placement)
         self._losses: dict[int, tuple[int, float]] = {}
         self._joined = LossJoin()
         self._measured: deque[MeasuredStep] = deque(maxlen=RECENT_STEPS)
@@ -149,7 +151,7 @@ class RunningGeneration:
                 case RankAttached(identity=identity):
                     claimed = identity.job, identity.generation, identity.rank
                     if self._is_generation(*claimed) and self._holds(identity.rank, batch.agent_id):
-                        self.model.describe(identity.metadata)
+                        self._add_metadata(identity.metadata)
                         self._reported_topology.add_identity(identity)
                         attached = ReportedTime(batch.agent_id, event.time_ns, received_ns)
                         self.attached.setdefault(batch.agent_id, attached)
@@ -210,7 +212,23 @@ class RunningGeneration:
         if view.loss_step >= previous_step:
             self._losses[state.rank] = (view.loss_step, view.loss)
 
+    def restore(self, definitions: Definitions) -> None:
+        """Add what the ranks defined before this process received their batches."""
+        self._add_metadata(definitions.metadata)
+        for event in definitions.events(self._job, self.placement):
+            self._define(event)
+
+    def _add_metadata(self, metadata: dict[str, str]) -> None:
+        self.model.describe(metadata)
+        self._defined.describe(metadata)
+
+    @property
+    def definitions(self) -> Definitions:
+        """What the ranks have defined so far."""
+        return self._defined.definitions
+
     def _define(self, event: RankDefined) -> None:
+        self._defined.add(event)
         for definition in event.definitions:
             if isinstance(definition, GroupDefinition):
                 self.model.add_group(event.rank, definition)

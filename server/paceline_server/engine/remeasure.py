@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline_server.engine.clocks import NodeClocks
+from paceline_server.engine.definitions import Definitions
 from paceline_server.engine.types import Placement
 from paceline_server.steps.model import StepModel
 from paceline_server.steps.timing import StepTiming
@@ -13,12 +14,25 @@ from paceline_wire.ring import GroupDefinition
 
 
 def remeasure(
-    job: str, placement: Placement, batches: Iterable[tuple[Batch, int]]
+    job: str,
+    placement: Placement,
+    batches: Iterable[tuple[Batch, int]],
+    definitions: Definitions | None = None,
 ) -> list[StepTiming]:
-    """Return every step that ends in `batches`, ordered pairs of a batch and the time it was
-    received."""
+    """Return every step that ends in `batches`.
+
+    Args:
+        job: its id.
+        placement: of the generation.
+        batches: ordered pairs of a batch and the time it was received.
+        definitions: what the ranks defined before the first of these batches.
+    """
     model = StepModel(placement.generation, placement.topology, placement.metadata)
     clocks = NodeClocks()
+    if definitions is not None and definitions.are_of(placement):
+        model.describe(definitions.metadata)
+        for event in definitions.events(job, placement):
+            _add(model, event)
     for batch, received_ns in batches:
         clocks.add_batch(batch.agent_id, batch.packed_ns, received_ns)
         _define(model, job, placement, batch)
@@ -39,13 +53,17 @@ def _define(model: StepModel, job: str, placement: Placement, batch: Batch) -> N
     for event in batch.events:
         match event:
             case RankDefined() if (event.job, event.generation) == (job, generation(event.rank)):
-                for definition in event.definitions:
-                    if isinstance(definition, GroupDefinition):
-                        model.add_group(event.rank, definition)
-                for description in event.descriptions:
-                    model.add_description(description.metadata)
+                _add(model, event)
             case RankAttached(identity=identity):
                 if (identity.job, identity.generation) == (job, generation(identity.rank)):
                     model.describe(identity.metadata)
             case _:
                 pass
+
+
+def _add(model: StepModel, event: RankDefined) -> None:
+    for definition in event.definitions:
+        if isinstance(definition, GroupDefinition):
+            model.add_group(event.rank, definition)
+    for description in event.descriptions:
+        model.add_description(description.metadata)

@@ -17,10 +17,18 @@ from sqlalchemy import delete, func, select
 from paceline_server.api import what_if
 from paceline_server.api.recorded import recorded_steps
 from paceline_server.api.what_if import WhatIfCache
+from paceline_server.engine.engine import Engine
 from paceline_server.store import kept_logs
 from paceline_server.store.kept_logs import keep_last_steps, prune_kept_logs
 from paceline_server.store.log import newest_log_id
-from paceline_server.store.models import HotLogRow, JobRow, KeptLogRow
+from paceline_server.store.models import (
+    EngineMemoryRow,
+    GenerationRow,
+    HotLogRow,
+    JobRow,
+    KeptLogRow,
+)
+from paceline_wire.batch import decode
 
 # test_trace.py covers both databases
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -179,6 +187,27 @@ def test_a_job_that_has_ended_is_analyzed_after_its_batches_were_pruned(
         prune_kept_logs(session, most_bytes=1)
         session.execute(delete(HotLogRow))
     assert asked(recorded, steps=7)["verdict"]["text"] == what_if.NOTHING_STORED
+
+
+def test_groups_are_known_after_the_batches_that_define_them_were_pruned(
+    recorded: Recorded,
+) -> None:
+    def groups() -> list[dict[int, tuple[int, ...]]]:
+        with recorded.server.program.database.read() as session:
+            found = recorded_steps(session, session.get_one(JobRow, JOB), 3)
+        assert found is not None
+        return [dict(timing.groups) for timing in found.timings]
+
+    before = groups()
+    engine = Engine(JOB)
+    with recorded.server.program.database.write() as session:
+        engine.place(session.get_one(GenerationRow, (JOB, 0)).placement)
+        for entry in session.scalars(select(HotLogRow).order_by(HotLogRow.id)):
+            engine.feed(decode(entry.payload), entry.received_ns)
+        session.add(EngineMemoryRow(job_id=JOB, memory=engine.memory(), cursor=0))
+        session.execute(delete(HotLogRow).where(HotLogRow.id <= newest_log_id(session) // 3))
+    assert all(before)
+    assert groups() == before
 
 
 def test_batches_of_an_earlier_generation_do_not_describe_a_later_one(recorded: Recorded) -> None:

@@ -1,10 +1,11 @@
 """Hung jobs and the ranks that block them."""
 
 import pytest
-from simulated_job import DP, TP, SimulatedJob
+from simulated_job import DP, JOB, TP, SimulatedJob
 from stuck_job import StuckJob, make_all_wait_for, resume
 
 from paceline_server.detect.finding import Finding
+from paceline_server.engine.engine import Engine, definitions_in
 from paceline_server.flight_recorder import received
 from paceline_wire import dumps
 from paceline_wire.batch import RankDefined, RankDump, RankStackTraces, Sample
@@ -48,6 +49,25 @@ def test_a_rank_that_leaves_its_loop_early_ended_even_if_its_process_takes_long_
     assert found.summary == (
         "Rank 2 (node-1) blocks the job: it ended before the other ranks finished."
     )
+
+
+def test_a_server_that_takes_the_job_over_names_the_culprit():
+    """The batches in which the ranks defined their groups may have been pruned by then."""
+    job = SimulatedJob(seed=1)
+    placement = job.placement()
+    job.engine.place(placement)
+    job.advance(3)
+    before = job.engine
+    job.engine = Engine(JOB, memory=before.memory())
+    job.engine.place(placement)
+    stuck = StuckJob(job=job)
+    make_all_wait_for(stuck, 2)
+    [found] = stuck.wait(3.5)
+    assert (found.rank, found.cause) == (2, "stuck in host code: forward")
+    later = job.placement()
+    job.engine.place(later)
+    assert definitions_in(before.memory()).are_of(placement)
+    assert definitions_in(job.engine.memory()).groups == [], "those of another run"
 
 
 def test_the_rank_that_others_wait_for_is_the_culprit():
