@@ -22,7 +22,7 @@ from paceline_cli.watch_directory import RESULT
 
 VARIABLE = "PACELINE_WATCH_RESULT"  # PID:PATH of the process that prints the lines, and the file
 _MOST_JOBS = 20
-_MOST_INCIDENTS = 20  # of a job, the worst first
+_MOST_INCIDENTS = 20  # per job, the worst first
 _MOST_LINES = 3
 
 

@@ -60,7 +60,7 @@ def recorded_steps(session: Session, job: models.JobRow, steps: int) -> Recorded
 def _definitions(session: Session, job_id: str) -> Definitions | None:
     """Return what the ranks have defined; their batches may have been pruned."""
     memory = session.get(models.EngineMemoryRow, job_id)
-    with suppress(msgspec.DecodeError):  # of a later release
+    with suppress(msgspec.DecodeError):  # a later release wrote it
         return None if memory is None else definitions_in(memory.memory)
     return None
 

@@ -1,7 +1,7 @@
-"""What ranks report once: their process groups, the names of their sections, facts about the job.
+"""Definitions that ranks report once: process groups, names of sections, facts about the job.
 
-The batches with it are pruned long before a job ends. A worker that takes the job over, and an
-analysis of its last steps, need it all the same.
+The batches with them are pruned long before a job ends. A worker that takes the job over, and an
+analysis of its last steps, need them all the same.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from paceline_server.steps.groups import MAXIMUM_GROUPS_PER_RANK
 from paceline_wire.batch import RankDefined
 from paceline_wire.ring import GroupDefinition, RankDescription, SectionDefinition
 
-_DESCRIPTIONS = 16  # of a rank; later ones take precedence
+_DESCRIPTIONS = 16  # per rank; later ones take precedence
 
 
 class Definitions(msgspec.Struct):
-    """Those of one generation. Groups are stored once, because all their members report them."""
+    """Definitions of one generation. A group is stored once, though all its members report it."""
 
     generation: int
-    started_ns: int  # of its placement: another run may have the same generation
+    started_ns: int  # as in `Placement`: another run may have the same generation
     groups: list[GroupDefinition] = []  # with id 0
     places: dict[int, dict[int, int]] = {}  # by rank, then by its id of a group: index of `groups`
     sections: dict[int, dict[int, str]] = {}  # by rank, then by id
     descriptions: dict[int, list[RankDescription]] = {}  # by rank
-    metadata: dict[str, str] = {}  # of the ranks' identities; the first value counts
+    metadata: dict[str, str] = {}  # from the identities of ranks; the first value counts
 
     def are_of(self, placement: Placement) -> bool:
         """Return whether the ranks of this placement reported them."""

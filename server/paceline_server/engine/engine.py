@@ -30,7 +30,7 @@ class _Memory(msgspec.Struct):
     highest_step: int | None = None
     efficiency: Efficiency = Efficiency()
     usual: UsualStep | None = None
-    definitions: Definitions | None = None  # of the generation that is running
+    definitions: Definitions | None = None  # in the generation that is running
 
 
 _memory = msgspec.msgpack.Decoder(_Memory)

@@ -224,7 +224,7 @@ class RunningGeneration:
 
     @property
     def definitions(self) -> Definitions:
-        """What the ranks have defined so far."""
+        """Definitions that the ranks have reported so far."""
         return self._defined.definitions
 
     def _define(self, event: RankDefined) -> None:
