@@ -43,7 +43,6 @@ def recorded_steps(session: Session, job: models.JobRow, steps: int) -> Recorded
     started_ns = {row.step: row.summary.started_ns for row in newest}
     placement = generation.placement
     batches = _batches(session, generation, min(started_ns.values()) - MARGIN_NS)
-
     definitions = _definitions(session, job.id)
 
     def measured(batches: Iterable[tuple[Batch, int]]) -> list[StepTiming]:

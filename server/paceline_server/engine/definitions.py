@@ -15,6 +15,7 @@ from paceline_server.steps.groups import MAXIMUM_GROUPS_PER_RANK
 from paceline_wire.batch import RankDefined
 from paceline_wire.ring import GroupDefinition, RankDescription, SectionDefinition
 
+_GROUPS = 1 << 16  # in a job
 _DESCRIPTIONS = 16  # per rank; later ones take precedence
 
 
@@ -75,10 +76,10 @@ class DefinitionLog:
 
     def _add_group(self, rank: int, definition: GroupDefinition) -> None:
         places = self.definitions.places.setdefault(rank, {})
-        if len(places) >= MAXIMUM_GROUPS_PER_RANK:
+        groups = self.definitions.groups
+        if len(places) >= MAXIMUM_GROUPS_PER_RANK or len(groups) >= _GROUPS:
             return
         key = definition.name, definition.axis, tuple(definition.ranks)
-        groups = self.definitions.groups
         index = self._indices.setdefault(key, len(groups))
         if index == len(groups):
             groups.append(msgspec.structs.replace(definition, id=0))

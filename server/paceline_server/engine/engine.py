@@ -33,7 +33,14 @@ class _Memory(msgspec.Struct):
     definitions: Definitions | None = None  # in the generation that is running
 
 
+class _Defined(msgspec.Struct):
+    """The part of `_Memory` that analyses need."""
+
+    definitions: Definitions | None = None
+
+
 _memory = msgspec.msgpack.Decoder(_Memory)
+_defined = msgspec.msgpack.Decoder(_Defined)
 
 
 def definitions_in(memory: bytes) -> Definitions | None:
@@ -41,7 +48,7 @@ def definitions_in(memory: bytes) -> Definitions | None:
 
     Raises msgspec.DecodeError for invalid `memory`.
     """
-    return _memory.decode(memory).definitions
+    return _defined.decode(memory).definitions
 
 
 class Engine:
