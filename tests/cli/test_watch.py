@@ -201,7 +201,9 @@ def test_nodes_with_one_home_directory_share_neither_commands_nor_spool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: list[list[str]]
 ) -> None:
     for host in ("node-1", "node-2"):
-        monkeypatch.setattr(command, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(
+            "paceline_cli.watch_directory.socket.gethostname", lambda host=host: host
+        )
         command._prepare({}, "http://127.0.0.1:9", None, chosen=True)
     one, other = ({word for word in words if str(tmp_path) in word} for words in launched)
     assert len(one) == 2, "the directory and the spool"

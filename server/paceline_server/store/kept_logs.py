@@ -21,6 +21,7 @@ _STEPS = (8, 3)
 MOST_BYTES = 32 << 20
 
 _Batches = list[tuple[int, bytes]]  # (when it was received, compressed batch), in order
+_decoder = msgspec.msgpack.Decoder(_Batches)
 
 
 def keep_last_steps(session: Session, job_id: str, generation: int, now_ns: int) -> None:
@@ -63,7 +64,7 @@ def kept_batches(session: Session, job_id: str, generation: int) -> _Batches:
     row = session.get(KeptLogRow, job_id)
     if row is None or row.generation != generation:
         return []
-    return msgspec.msgpack.decode(row.batches, type=_Batches)
+    return _decoder.decode(row.batches)
 
 
 def prune_kept_logs(session: Session, most_bytes: int) -> None:
