@@ -7,7 +7,6 @@ import re
 import ssl
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
@@ -172,13 +171,14 @@ class Client:
 
     def _kept_result(self) -> str:
         """Return where the result of a local server that has ended is found; may be empty."""
-        with suppress(OSError):
-            if (
-                self.server == DEFAULT_SERVER_URL
-                and (watch_directory(os.environ) / RESULT).exists()
-            ):
-                return " `paceline watch` shows the last training that it recorded on this node."
-        return ""
+        if self.server != DEFAULT_SERVER_URL:
+            return ""
+        try:
+            has_result = (watch_directory(os.environ) / RESULT).exists()
+        except OSError:  # no home directory
+            return ""
+        where = " `paceline watch` shows the last training that it recorded on this node."
+        return where if has_result else ""
 
     def _refused(self, response: httpx.Response) -> click.ClickException:
         try:

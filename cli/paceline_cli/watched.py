@@ -27,7 +27,7 @@ _MOST_LINES = 3
 
 
 def write(logs: Path, server: str, since: datetime) -> None:
-    """Write the newest jobs of the local server; keep the earlier ones if there is none yet.
+    """Write the newest jobs of the local server. As long as it has none, the earlier ones stay.
 
     Args:
         logs: the node's directory, as `watch_directory` returns it.

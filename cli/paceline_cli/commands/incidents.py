@@ -51,7 +51,7 @@ def incidents(
 
 
 def show_incidents(found: Sequence[dict[str, Any]], empty: str) -> None:
-    """Print a table of incidents, or the sentence `empty` if there are none."""
+    """Print a table of incidents; without any, the sentence `empty`."""
     render.show_table(
         ("INCIDENT", "JOB", "STATE", "DETECTED", "KIND", "SUMMARY"),
         [

@@ -26,6 +26,7 @@ from paceline_cli.trace import fetch_trace
 # py-spy takes up to 5 s on a busy machine; PyTorch polls its pipe once a second.
 ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.2
+ENDED = ("finished", "failed", "stopped")  # states of a job
 LEDGER_PARTS = (
     "compute",
     "communication",
@@ -126,14 +127,7 @@ def show(ctx: click.Context, job: str, as_json: bool) -> None:
     if as_json:
         render.show_json({**found, "ranks": ranks})
         return
-    render.show_line(found["verdict"]["text"])
-    render.show_line(summary(found))
-    show_checkpoints(found)
-    unrecorded = found.get("unrecorded_communication")  # a server of an earlier release has none
-    if unrecorded and unrecorded not in found["verdict"]["text"]:
-        render.show_line(unrecorded)
-    show_ledger(found["ledger"])
-    show_efficiency(found.get("efficiency"))
+    show_job(found)
     render.show_table(
         ("RANK", "DP", "PP", "TP", "NODE", "PID", "STATE", "STEP", "IN FLIGHT", "FOR"),
         [
@@ -156,8 +150,19 @@ def show(ctx: click.Context, job: str, as_json: bool) -> None:
     render.show_next(_next(found, server_option(ctx, client)))
 
 
-def summary(job: dict[str, Any]) -> str:
-    """Return one line on a job: name, id, state, sizes and pace."""
+def show_job(found: dict[str, Any]) -> None:
+    """Print what is known of a job as a whole, its verdict first."""
+    render.show_line(found["verdict"]["text"])
+    render.show_line(_summary(found))
+    show_checkpoints(found)
+    unrecorded = found.get("unrecorded_communication")  # a server of an earlier release has none
+    if unrecorded and unrecorded not in found["verdict"]["text"]:
+        render.show_line(unrecorded)
+    show_ledger(found["ledger"])
+    show_efficiency(found.get("efficiency"))
+
+
+def _summary(job: dict[str, Any]) -> str:
     parts = [f"{job['name']} ({job['id']}): {job['state']}", render.topology(job["topology"])]
     if job["generation"]:
         parts.append(f"generation {job['generation']}")

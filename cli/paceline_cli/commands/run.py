@@ -12,10 +12,9 @@ import click
 from paceline_cli import render
 from paceline_cli.client import Client, ServerUnavailable
 from paceline_cli.client_group import server_option
+from paceline_cli.commands.jobs import ENDED
 from paceline_cli.options import Seconds, json_option, server_options
 from paceline_wire.commands import PRELOAD
-
-ENDED = ("finished", "failed", "stopped")
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -38,7 +38,6 @@ RING_DIRECTORY = "PACELINE_RING_DIRECTORY"
 NODE_DIRECTORY = "PACELINE_AGENT_NODE_DIRECTORY"
 # With it torchrun gives each start of the ranks a store of its own, if its rendezvous can.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-ENDED = ("finished", "stopped", "failed")
 # Variables with the number of a task, of which several may run on one node.
 TASK_NUMBERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -70,8 +69,9 @@ def watch(
     ends with the problems that were found, and `paceline watch` alone shows the result.
     """
     if not command:
-        if server_given := [name for name in ("server", "token") if _is_given(ctx, name)]:
-            raise click.UsageError(f"--{server_given[0]} is for a COMMAND, and there is none.")
+        for name in ("server", "token"):
+            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"--{name} needs a COMMAND.")
         _show_result(as_json)
         return
     if as_json:
@@ -100,10 +100,6 @@ def watch(
         raise click.ClickException(f"{program} cannot be run: {error.strerror}") from error
 
 
-def _is_given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
 def _show_result(as_json: bool) -> None:
     """Print what was found in the newest training that a local server recorded."""
     try:
@@ -122,10 +118,10 @@ def _show_result(as_json: bool) -> None:
         _show_jobs(result)
     except (KeyError, TypeError, ValueError) as error:
         raise click.ClickException(
-            f"{logs / RESULT} is of another release of Paceline: it has no {error}."
+            f"{logs / RESULT} cannot be shown, it is of another release of Paceline: {error!r}"
         ) from error
     newest = result["jobs"][0]
-    if newest["state"] not in ENDED and _responds(result["server"]):
+    if newest["state"] not in jobs.ENDED and _responds(result["server"]):
         render.show_next({result["server"]: "dashboard"})
     else:
         command = f"paceline server --database-url {_database(logs)}"
@@ -135,13 +131,9 @@ def _show_result(as_json: bool) -> None:
 def _show_jobs(result: dict[str, Any]) -> None:
     """Print the newest job, and a table of the others."""
     newest, *others = result["jobs"]
-    if newest["state"] not in ENDED:
+    if newest["state"] not in jobs.ENDED:
         click.echo(f"As of {render.clock(result['updated_at'])}:")
-    render.show_line(newest["verdict"]["text"])
-    render.show_line(jobs.summary(newest))
-    jobs.show_checkpoints(newest)
-    jobs.show_ledger(newest["ledger"])
-    jobs.show_efficiency(newest["efficiency"])
+    jobs.show_job(newest)
     incidents.show_incidents(newest["incidents"], "No problem was found.")
     if others:
         jobs.show_jobs(others)

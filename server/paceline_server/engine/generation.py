@@ -50,7 +50,7 @@ from paceline_wire.batch import (
     RankStackTraces,
     RankState,
 )
-from paceline_wire.ring import GroupDefinition
+from paceline_wire.ring import SectionDefinition
 from paceline_wire.stacks import bounded, plain
 
 RECENT_STEPS = 20  # steps in the typical step time that is displayed
@@ -229,13 +229,11 @@ class RunningGeneration:
 
     def _define(self, event: RankDefined) -> None:
         self._defined.add(event)
+        self.model.define(event)
         for definition in event.definitions:
-            if isinstance(definition, GroupDefinition):
-                self.model.add_group(event.rank, definition)
-            else:
+            if isinstance(definition, SectionDefinition):
                 self._sections[event.rank, definition.id] = definition.name
         for description in event.descriptions:
-            self.model.add_description(description.metadata)
             self._reported_topology.add_description(event.rank, description)
 
     def _add_stacks(self, event: RankStackTraces) -> None:

@@ -10,7 +10,6 @@ from paceline_server.engine.types import Placement
 from paceline_server.steps.model import StepModel
 from paceline_server.steps.timing import StepTiming
 from paceline_wire.batch import Batch, RankAttached, RankDefined
-from paceline_wire.ring import GroupDefinition
 
 
 def remeasure(
@@ -32,7 +31,7 @@ def remeasure(
     if definitions is not None and definitions.are_of(placement):
         model.describe(definitions.metadata)
         for event in definitions.events(job, placement):
-            _add(model, event)
+            model.define(event)
     for batch, received_ns in batches:
         clocks.add_batch(batch.agent_id, batch.packed_ns, received_ns)
         _define(model, job, placement, batch)
@@ -53,17 +52,9 @@ def _define(model: StepModel, job: str, placement: Placement, batch: Batch) -> N
     for event in batch.events:
         match event:
             case RankDefined() if (event.job, event.generation) == (job, generation(event.rank)):
-                _add(model, event)
+                model.define(event)
             case RankAttached(identity=identity):
                 if (identity.job, identity.generation) == (job, generation(identity.rank)):
                     model.describe(identity.metadata)
             case _:
                 pass
-
-
-def _add(model: StepModel, event: RankDefined) -> None:
-    for definition in event.definitions:
-        if isinstance(definition, GroupDefinition):
-            model.add_group(event.rank, definition)
-    for description in event.descriptions:
-        model.add_description(description.metadata)

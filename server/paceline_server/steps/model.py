@@ -21,7 +21,7 @@ from paceline_server.steps.timing import ComputeTimes, Floats, RankTimes, StepTi
 from paceline_server.steps.types import RankStep, StepSummary
 from paceline_server.steps.waits import communication
 from paceline_server.steps.work import RankValues, count_work
-from paceline_wire.batch import SpanBlock
+from paceline_wire.batch import RankDefined, SpanBlock
 from paceline_wire.ring import GroupDefinition
 from paceline_wire.topology import Topology
 
@@ -58,9 +58,14 @@ class StepModel:
         """
         self.metadata = {**metadata, **self.metadata}
 
-    def add_description(self, metadata: Mapping[str, str]) -> None:
-        """Add metadata that a rank found out later; it takes precedence."""
-        self.metadata = merged(self.metadata, metadata)
+    def define(self, event: RankDefined) -> None:
+        """Add the process groups of a rank, and the metadata that it found out later, which takes
+        precedence."""
+        for definition in event.definitions:
+            if isinstance(definition, GroupDefinition):
+                self.add_group(event.rank, definition)
+        for description in event.descriptions:
+            self.metadata = merged(self.metadata, description.metadata)
 
     def relocate(self, topology: Topology) -> None:
         """Use another topology for the steps from now on."""

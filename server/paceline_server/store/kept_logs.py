@@ -60,7 +60,7 @@ def keep_last_steps(session: Session, job_id: str, generation: int, now_ns: int)
 
 
 def kept_batches(session: Session, job_id: str, generation: int) -> _Batches:
-    """Return the batches that were kept of a job's last generation; none if there are none."""
+    """Return the batches that were kept from a job's last generation, if there are any."""
     row = session.get(KeptLogRow, job_id)
     if row is None or row.generation != generation:
         return []
