@@ -2,8 +2,8 @@
 
 The process beside the commands (`companions.py`) writes it while the server runs, and once more
 when all data are stored. So the result of a training can be read without a server: by `paceline
-watch` without a command, and by the process that became the command, which prints `problems` at
-its end.
+watch` without a command, and by the first process of the command that imports torch, which prints
+`problems` at its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import click
 from paceline_cli.client import Client
 from paceline_cli.watch_directory import RESULT
 
-VARIABLE = "PACELINE_WATCH_RESULT"  # PID:PATH of the process that prints the lines, and the file
+VARIABLE = "PACELINE_WATCH_RESULT"  # path of the file, for the process that prints the lines
 _MOST_JOBS = 20
 _MOST_INCIDENTS = 20  # per job, the worst first
 _MOST_LINES = 3

@@ -248,7 +248,7 @@ def test_options_after_the_command_are_its_own(tmp_path: Path) -> None:
 
 
 def last_words(tmp_path: Path, program: str) -> str:
-    """Return what a process prints to stderr at its end, if it is the command of a result."""
+    """Return what a shell script that runs this program prints to stderr."""
     path = tmp_path / "result.json"
     problem = {"job": "train", "created": time.time() + 60.0, "lines": ["Rank 1 is \x1b[31mslow."]}
     earlier = {"job": "earlier", "created": time.time() - 60.0, "lines": ["Rank 7 is slow."]}
@@ -256,8 +256,8 @@ def last_words(tmp_path: Path, program: str) -> str:
     later = time.time() + 3600.0  # it stays new, however long the import of torch takes
     os.utime(path, (later, later))
     finished = subprocess.run(
-        ["sh", "-c", f"{watched.VARIABLE}=$$:{path} exec {sys.executable} -c '{program}'"],
-        env=environment(tmp_path, PACELINE="1"),
+        ["sh", "-c", f"{sys.executable} -c '{program}'; true"],
+        env=environment(tmp_path, PACELINE="1", **{watched.VARIABLE: str(path)}),
         capture_output=True,
         text=True,
         timeout=150,
@@ -270,8 +270,13 @@ def test_the_command_ends_with_what_was_found(tmp_path: Path) -> None:
         "paceline: Rank 1 is ?[31mslow.\n"
         "paceline: `paceline watch` shows what was found in this training\n"
     )
-    fork = "import os, torch\nif os.fork() == 0: raise SystemExit\nos.wait(); os.environ.clear()"
-    assert last_words(tmp_path, fork) == found
+    starts_others = (
+        "import os, subprocess, sys, torch\n"
+        "if os.fork() == 0: raise SystemExit\n"
+        'os.wait(); subprocess.run([sys.executable, "-c", "import torch"])\n'
+        "os.environ.clear()"
+    )
+    assert last_words(tmp_path, starts_others) == found
     failed = last_words(tmp_path, "import torch; raise ValueError(7)")
     assert failed.startswith("Traceback")
     assert failed.endswith(found)

@@ -1,4 +1,8 @@
-"""The last lines of a command of `paceline watch`: the problems that were found in its training."""
+"""The last lines of a training under `paceline watch`: the problems that were found in it.
+
+They are printed by the first process that imports torch, and not by those that it starts: by
+torchrun, also if a shell script calls it.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,16 @@ import sys
 import time
 from contextlib import suppress
 
-VARIABLE = "PACELINE_WATCH_RESULT"  # PID:PATH, as paceline_cli.watched sets it
+VARIABLE = "PACELINE_WATCH_RESULT"  # path of the file that `paceline_cli.watched` writes
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # not all print
 _NEW_SECONDS = 30.0  # a server rewrites the file every five seconds
 _MOST_BYTES = 1 << 24
 
 
 def show_at_exit() -> None:
-    """Print them at the end of this process if it is the command itself."""
-    pid, _, path = os.environ.get(VARIABLE, "").partition(":")
-    if pid == str(os.getpid()):
+    """Print them at the end of this process, and of no process that it starts."""
+    path = os.environ.pop(VARIABLE, None)
+    if path and all(os.environ.get(name, "0") == "0" for name in _RANKS):
         atexit.register(show, path, os.getpid(), time.time())
 
 
@@ -26,7 +31,7 @@ def show(path: str, pid: int, since: float) -> None:
 
     Args:
         path: of the file that `paceline_cli.watched` writes.
-        pid: of the command.
+        pid: of the process that prints.
         since: only those of jobs that began later, in seconds since the epoch.
     """
     if os.getpid() != pid:  # a forked child

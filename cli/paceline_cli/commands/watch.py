@@ -65,8 +65,8 @@ def watch(
     with --max-restarts it also sets TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which ranks that
     are started again may look for dead ones. If no agent runs on this node, one is started for as
     long as COMMAND and others like it run; without --server, and without a server on this machine,
-    a server too. Its dashboard shows the job. A COMMAND that imports torch, such as torchrun, then
-    ends with the problems that were found, and `paceline watch` alone shows the result.
+    a server too. Its dashboard shows the job. torchrun, or a script that imports torch, then ends
+    with the problems that were found, and `paceline watch` alone shows the result.
     """
     if not command:
         for name in ("server", "token"):
@@ -178,7 +178,7 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
     with companions.locked(logs):  # srun starts several tasks of one node at the same time
         companions.register(logs, os.getpid())
         if not any(environment.get(name, "0") != "0" for name in TASK_NUMBERS):
-            environment[watched.VARIABLE] = f"{os.getpid()}:{logs / RESULT}"
+            environment[watched.VARIABLE] = str(logs / RESULT)
         return _found(environment, server, chosen) or _start(
             environment, server, token, chosen, logs
         )

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.random_states import OwnGenerator
-from paceline.checkpoints.trees import Leaf, leaves_of, put_together, take_apart
+from paceline.checkpoints.trees import Leaf, encode, leaves_of, put_together, take_apart
 
 
 class Captured(NamedTuple):
@@ -99,6 +99,10 @@ def part_of(name: str, value: Any, names_of: Callable[[], Mapping[int, str]]) ->
         return TensorPart(value)
     if isinstance(value, MutableMapping):
         _refuse_objects(name, value)
+        try:
+            encode(take_apart(dict(value))[1], name)
+        except CheckpointError as error:
+            raise TypeError(str(error)) from error
         return DictPart(value)
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return ObjectPart(value)

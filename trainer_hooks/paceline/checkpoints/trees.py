@@ -1,7 +1,8 @@
 """States as torch.distributed.checkpoint stores them: tensors by name, and the rest as bytes.
 
 A state is a tree of dicts, lists and tuples. Its tensors are stored one by one, so that sharded
-ones can be read by another number of ranks. In the rest each of them is replaced by a `Leaf`.
+ones can be read by another number of ranks, and so are arrays of numpy, except small ones in lists.
+In the rest each of them is replaced by a `Leaf`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,13 +19,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.checkpoints.errors import CheckpointError, DamagedError
+from paceline.checkpoints.plain import as_plain, as_tensor, from_plain
 
 _PICKLE = b"\x80\x02"  # the start of protocol 2
 _LEAF = "paceline.tensor"  # marks a leaf in the rest, which may contain only plain types
+_ARRAY = "paceline.array"  # marks the leaf of an array of numpy
+_LARGE_BYTES = 1 << 20  # of an array in a list; there may be thousands of small ones
+_DEFAULTDICT = "paceline.defaultdict"
 # Most of a rest are numbers, those of random states: they take the shortest way.
 _SCALARS = frozenset({int, float, str, bool, type(None)})
 # Dicts of other types that torch loads safely.
 _TABLES: tuple[type[dict[Any, Any]], ...] = (Counter, OrderedDict)
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    each.__name__: each for each in (int, float, complex, bool, str, bytes, list, tuple, dict, set)
+}
 
 
 class Leaf(NamedTuple):
@@ -40,26 +48,34 @@ def take_apart(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """Return the tensors of a tree by name, and the rest."""
     tensors: dict[str, Tensor] = {}
 
-    def take(value: Any, name: str) -> Any:
+    def take(value: Any, name: str, is_item: bool) -> Any:
         if type(value) in _SCALARS:
             return value
         if isinstance(value, Tensor):
-            while name in tensors:  # the keys 0 and "0"
-                name += "'"
-            tensors[name] = value
-            is_sharded = isinstance(value, DTensor)
-            return (_LEAF, name, value.dtype, tuple(value.shape), is_sharded)
+            return leaf_of(value, name)
         if isinstance(value, Mapping):
-            return _as_table(value, {k: take(each, _join(name, k)) for k, each in value.items()})
-        if isinstance(value, list | tuple):
+            content = {k: take(each, _join(name, k), is_item) for k, each in value.items()}
+            return _as_defaultdict(value, content) or _as_table(value, content)
+        if isinstance(value, list | tuple | deque):
             items = [
-                each if type(each) in _SCALARS else take(each, _join(name, index))
+                each if type(each) in _SCALARS else take(each, _join(name, index), True)
                 for index, each in enumerate(value)
             ]
+            if isinstance(value, deque):
+                return as_plain(deque(items, value.maxlen))
             return items if isinstance(value, list) else tuple(items)
-        return value
+        is_small = is_item and getattr(value, "nbytes", 0) < _LARGE_BYTES
+        if not is_small and (array := as_tensor(value)) is not None:
+            return (_ARRAY, leaf_of(array, name))
+        return as_plain(value)
 
-    return tensors, take(tree, "")
+    def leaf_of(tensor: Tensor, name: str) -> tuple[Any, ...]:
+        while name in tensors:  # the keys 0 and "0"
+            name += "'"
+        tensors[name] = tensor
+        return (_LEAF, name, tensor.dtype, tuple(tensor.shape), isinstance(tensor, DTensor))
+
+    return tensors, take(tree, "", False)
 
 
 def put_together(rest: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
@@ -70,8 +86,17 @@ def put_together(rest: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
         return _as_table(rest, {k: put_together(each, tensor_of) for k, each in rest.items()})
     if isinstance(rest, list | tuple):
         items = [put_together(each, tensor_of) for each in rest]
-        return items if isinstance(rest, list) else tuple(items)
+        return items if isinstance(rest, list) else _from_marked(tuple(items))
     return rest
+
+
+def _from_marked(items: tuple[Any, ...]) -> Any:
+    match items:
+        case (str(mark), Tensor() as tensor) if mark == _ARRAY:
+            return tensor.numpy()
+        case (str(mark), name, dict() as table) if mark == _DEFAULTDICT:
+            return defaultdict(None if name is None else _FACTORIES[name], table)
+    return from_plain(items)
 
 
 def leaves_of(rest: Any) -> dict[str, Leaf]:
@@ -145,6 +170,17 @@ def decode(content: bytes) -> Any:
         return torch.load(file, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise DamagedError(f"a state cannot be decoded: {error}") from error
+
+
+def _as_defaultdict(like: Mapping[Any, Any], content: dict[Any, Any]) -> tuple[Any, ...] | None:
+    """Return a defaultdict as plain types; None: it is not one, or of a type that is not plain."""
+    if type(like) is not defaultdict:
+        return None
+    factory = like.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if name is not None and _FACTORIES.get(name) is not factory:
+        return None
+    return (_DEFAULTDICT, name, content)
 
 
 def _as_table(like: Mapping[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
