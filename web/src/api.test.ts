@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
 
-import { api, ApiError, keepSession, token } from "./api";
+import { api, ApiError, keepSession, serverAhead, token } from "./api";
 
 function storage(): Pick<Storage, "getItem" | "setItem" | "removeItem"> {
   const values = new Map<string, string>();
@@ -38,6 +38,7 @@ beforeEach(() => {
 afterEach(() => {
   vi.unstubAllGlobals();
   vi.restoreAllMocks();
+  vi.useRealTimers();
 });
 
 it("takes a page of a proxy for a server that is away, not for a missing job or a missing token", async () => {
@@ -80,4 +81,17 @@ it("gives up on a response that does not arrive", async () => {
   );
   expect((await failure()).away).toBe(true);
   expect((await failure(api.approve("act-1"))).away).toBe(true);
+});
+
+it.each([
+  ["Sun, 29 Nov 2026 12:00:50 GMT", 50_000],
+  ["Sun, 29 Nov 2026 11:58:00 GMT", -120_000],
+  ["Sun, 29 Nov 2026 11:59:59 GMT", 0],
+  ["yesterday", 7],
+])("compares the clocks: %s", async (date, ahead) => {
+  vi.useFakeTimers({ now: Date.parse("2026-11-29T12:00:00Z") });
+  serverAhead.value = 7;
+  answer("{}", { headers: { Date: date } });
+  await api.job("job-1");
+  expect(serverAhead.value).toBe(ahead);
 });

@@ -1,4 +1,6 @@
 // The typed client of /api/v1. Types come from the server's OpenAPI document (`npm run generate`).
+import { signal } from "@preact/signals";
+
 import type { components, paths } from "./openapi";
 
 type Schemas = components["schemas"];
@@ -80,6 +82,17 @@ export function keepSession(): void {
   history.replaceState(null, "", location.pathname + location.search);
 }
 
+/** How far the server's clock is ahead of the browser's, in milliseconds. */
+export const serverAhead = signal(0);
+
+/** A shorter difference is the age of the response and what the header leaves out of a second. */
+const CLOCKS_DIFFER_MS = 2_000;
+
+function compareClocks(response: Response): void {
+  const ahead = Date.parse(response.headers.get("Date") ?? "") - Date.now();
+  if (!Number.isNaN(ahead)) serverAhead.value = Math.abs(ahead) > CLOCKS_DIFFER_MS ? ahead : 0;
+}
+
 /** `fetch` with the token or the session; raises ApiError for anything but a 2xx. */
 export async function request(path: string, init: RequestInit = {}): Promise<Response> {
   const headers = new Headers(init.headers);
@@ -94,6 +107,7 @@ export async function request(path: string, init: RequestInit = {}): Promise<Res
     if (error instanceof DOMException && error.name === "AbortError") throw error;
     throw new ApiError(null, "The server is not responding", "");
   }
+  compareClocks(response);
   if (!response.ok) throw await failure(response);
   return response;
 }
