@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from simulated_step import SimulatedStep, one_forward_one_backward
 from watched import Watched
@@ -13,12 +14,13 @@ JOB = SimulatedStep(Topology(3, 1, 1), one_forward_one_backward(1, 2), jitter=0.
 EVERYONE = dict.fromkeys(range(3), 0.2)
 
 
-def shown(seconds_of, evaluations=8, every=10):
+def shown(seconds_of, evaluations=8, every=10, world=3):
     """Show a job; `seconds_of(evaluation)` returns the seconds of each rank."""
-    watched = Watched(SlowEvaluationDetector, JOB.topology)
+    job = dataclasses.replace(JOB, topology=Topology(world, 1, 1))
+    watched = Watched(SlowEvaluationDetector, job.topology)
     for step in range(evaluations * every):
         seconds = seconds_of(step // every) if step % every == every - 1 else {}
-        watched.show([dataclasses.replace(JOB, evaluation=seconds).play(step)])
+        watched.show([dataclasses.replace(job, evaluation=seconds).play(step)])
     return watched.findings
 
 
@@ -46,3 +48,18 @@ def test_a_rank_that_becomes_slow_in_its_evaluations_is_found_and_cleared():
 def test_a_rank_with_more_to_evaluate_from_the_first_time_on_is_advice():
     [found] = shown(lambda number: {**EVERYONE, 0: 2.0})
     assert (found.rank, found.severity, found.cause) == (0, "info", "uneven evaluation")
+
+
+def test_rollouts_of_random_length_are_healthy():
+    """In PPO, a module in `eval()` plays some episodes of random length."""
+    random = np.random.default_rng(7)
+    lengths = [random.integers(10, 200, (3, 9)).sum(axis=1) / 500 for _ in range(100)]
+    for number, one in enumerate(lengths):
+        episodes = random.integers(3, 10, 3)
+        lengths[number] = one * episodes / 9
+    assert shown(lambda number: dict(enumerate(lengths[number].tolist())), 100, every=2) == []
+
+
+def test_two_ranks_suffice():
+    [found] = shown(lambda number: {0: 0.5, 1: 2.0 if number > 3 else 0.5}, world=2)
+    assert (found.rank, found.severity, found.onset_step, found.step) == (1, "warning", 49, 59)

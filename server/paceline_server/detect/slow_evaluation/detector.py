@@ -2,6 +2,9 @@
 
 Compared is each rank's own time in an evaluation, without waits for other ranks. A rank that has
 evaluated for longer since the first evaluation has more to evaluate: that is advice.
+
+Evaluations may also differ by chance, such as rollouts of random length in reinforcement learning.
+So the difference must exceed what the ranks differ by from one evaluation to the next.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from paceline_server.policy import Policy
 from paceline_server.steps.peers import medians_of_others
 from paceline_server.steps.timing import Floats, StepTiming
 
-EVALUATIONS_STORED = 8
+EVALUATIONS_STORED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,9 @@ class SlowEvaluationDetector(Detector):
         new = [
             rank
             for rank in np.flatnonzero(slow.all(axis=0)).tolist()
-            if rank not in self._active and self._is_certain(rank, newest, observation)
+            if rank not in self._active
+            and self._exceeds_variation(rank)
+            and self._is_certain(rank, newest, observation)
         ]
         findings = [
             cleared(
@@ -123,6 +128,16 @@ class SlowEvaluationDetector(Detector):
         slowdown = seconds / sum(float(one.peers[rank]) for one in newest)
         share = cpu_wait_share(observation, self.generation)
         return slowdown >= largest_accident(share, seconds)
+
+    def _exceeds_variation(self, rank: int) -> bool:
+        """Return whether chance does not explain that the rank's newest evaluations are slow.
+
+        They may have become slow at any of the stored ones, or be slow since the first.
+        """
+        ratios = np.log([one.seconds / one.peers for one in self._evaluations])
+        onsets = range(len(ratios) - self.settings.evaluations + 1)
+        chance = min(_chance(ratios, onset, rank, self.settings) for onset in onsets)
+        return chance * len(onsets) * self.generation.topology.world_size <= self.settings.chance
 
     def _report(self, rank: int, observation: Observation) -> Finding:
         count = self.settings.evaluations
@@ -180,3 +195,38 @@ class SlowEvaluationDetector(Detector):
             evidence=[*finding.evidence, *found.evidence],
             counter_evidence=found.counter_evidence,
         )
+
+
+def _chance(ratios: Floats, onset: int, rank: int, settings: SlowEvaluationSettings) -> float:
+    """Return the chance that a rank becomes so much slower at an evaluation without a reason.
+
+    A t-test against the evaluations before it, or against equal ranks if it is the first one. What
+    equal shards usually differ by counts as if it had been measured too.
+
+    Args:
+        ratios: logarithm of each rank's time over that of its peers; [evaluation, rank].
+        onset: index of the evaluation.
+    """
+    parts = [ratios[:onset], ratios[onset:]] if onset else [ratios]
+    means = [_means(part) for part in parts]
+    rise = means[-1][rank] - (means[0][rank] if onset else 0.0)
+    if not rise > 0.0:  # NaN: it did not evaluate before
+        return 1.0
+    squares = settings.known_evaluations * settings.usual_variation**2
+    for part, mean in zip(parts, means, strict=True):
+        squares += float(np.nansum((part - mean) ** 2))
+    # The ratios of the ranks of one evaluation depend on each other: one of them is not free.
+    ranks = int(np.isfinite(ratios).any(axis=0).sum())
+    freedom = (len(ratios) - len(parts)) * (ranks - 1) + settings.known_evaluations
+    t_squared = rise**2 / (squares / freedom * sum(1.0 / len(part) for part in parts))
+    # An upper bound of one tail of Student's distribution.
+    return float(0.5 * (1.0 + t_squared / freedom) ** (-0.5 * freedom))
+
+
+def _means(ratios: Floats) -> Floats:
+    """Return the mean of each rank over the evaluations in which it took part; else NaN."""
+    known = np.isfinite(ratios)
+    sums = np.where(known, ratios, 0.0).sum(axis=0)
+    counts = np.where(known.any(axis=0), known.sum(axis=0), np.nan)
+    means: Floats = sums / counts
+    return means
