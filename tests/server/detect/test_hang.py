@@ -296,6 +296,7 @@ def test_stacks_of_the_culprit_and_of_a_waiting_rank_are_requested_and_reported(
     waits = [
         StackFrame("wait", "threading.py", 327, is_installed=True),
         StackFrame("timed", "paceline/communication.py", 400),
+        StackFrame("init_process_group", "paceline_autostart/__init__.py", 73),
         StackFrame("wrapper", "torch/distributed/c10d_logger.py", 80, is_installed=True),
     ]
     taken = read_stacks(stuck, 2, ThreadStack("MainThread", waits + thread("", "__next__").frames))

@@ -116,6 +116,8 @@ RuntimeError: Expected all tensors to be on the same device
         (f"{RAISED_IN_TORCH}\nThe above exception was the direct cause of\n\n"
          'Traceback (most recent call last):\n  File "a.py", line 3, in main\nOSError: no batch',
          "a.py:3 main"),
+        (RAISED_IN_TORCH.replace("/usr/lib/python3.11/site-packages/torch/_tensor.py",
+                                 "/src/paceline_autostart/__init__.py"), "/home/me/train.py:30"),
         (RAISED_IN_TORCH.partition("Runtime")[0], None),
         ("step 3", None),
     ],

@@ -14,7 +14,7 @@ GIL_HELD = "GIL held by thread "
 _MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
 # Packages that only call the script or wait for it, so that its own line is more useful.
-_CALLERS = frozenset({"paceline", "torch"})
+_CALLERS = frozenset({"paceline", "paceline_autostart", "torch"})
 _LIBRARIES = _CALLERS | {"typing_extensions", *sys.stdlib_module_names}
 # All ranks must call these, in which each waits for the others. No operation is recorded there.
 _GROUP_CREATIONS = ("new_group", "split_group")

@@ -68,7 +68,7 @@ _CPP_FRAME = "frame #"
 # The lines of a frame in a traceback: its place, its source if it raises, and the marks below it.
 _FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?')
 _TORCH_FILE = "/torch/"
-_CALLERS = re.compile(r"/(torch|paceline)/")  # wherever they are installed
+_CALLERS = re.compile(r"/(torch|paceline|paceline_autostart)/")  # wherever they are installed
 _RAISE = re.compile(r"    raise\b")
 _MARKED = re.compile(r" +[~^]+")
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
