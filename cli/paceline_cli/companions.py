@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from paceline_cli.watch_directory import WANTED
 from paceline_wire.node_directory import RINGS, is_in_use
 from paceline_wire.ring import SUFFIX, RingError, RingReader
 
@@ -34,7 +35,7 @@ START_SECONDS = 60.0  # for the agent, on a busy machine
 STOP_SECONDS = 15.0  # for the agent to send its remaining data, and for the server to store it
 POLL_SECONDS = 0.05
 END_POLL_SECONDS = 0.5
-RESULT_SECONDS = 5.0  # between two queries of the local server
+RESULT_SECONDS = 5.0  # between two queries of the local server, if no command waits for them
 LINGER_SECONDS = 10.0  # the server waits up to 8 s for what explains the end of a job
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -140,10 +141,11 @@ def main(
     try:
         print(_await_agent(running[0], node_directory, logs / "agent.log"), flush=True)
         os.dup2(0, 1)  # the reader's pipe ends: the command does not inherit it
-        used = kept = time.monotonic()
+        used, kept, wanted = time.monotonic(), -RESULT_SECONDS, logs / WANTED
         while True:
             time.sleep(END_POLL_SECONDS)
-            if time.monotonic() - kept >= RESULT_SECONDS:
+            if time.monotonic() - kept >= RESULT_SECONDS or wanted.exists():
+                wanted.unlink(missing_ok=True)
                 keep_result()
                 kept = time.monotonic()
             with locked(logs):

@@ -10,6 +10,7 @@ from paceline_wire.local_token import state_directory
 
 DATABASE = "watch.db"
 RESULT = "result.json"  # see `watched.py`
+WANTED = f"{RESULT}.wanted"  # a command that an error ends waits for the result, see `result.py`
 
 
 def watch_directory(environment: Mapping[str, str]) -> Path:

@@ -53,6 +53,7 @@ def write(logs: Path, server: str, since: datetime) -> None:
                 {
                     "job": job["name"],
                     "created": _time(job["created_at"]).timestamp(),
+                    "ended": job["finished_at"] is not None,
                     "lines": problems(job)[:_MOST_LINES],
                 }
                 for job in jobs

@@ -21,6 +21,7 @@ from paceline_autostart import result
 from paceline_cli import companions, watched
 from paceline_cli.commands import watch as command
 from paceline_cli.companions import LINGER_SECONDS
+from paceline_cli.watch_directory import WANTED
 from paceline_wire.node_directory import MEMORY, RINGS, is_in_use
 from tests.ports import free_port
 
@@ -313,6 +314,29 @@ def test_problems_of_several_jobs_have_their_names(
     path.write_text(json.dumps({"problems": jobs}))
     result.show(str(path), os.getpid(), 5.0)
     assert capsys.readouterr().err.startswith("paceline: one: one hangs.\npaceline: two: two")
+
+
+@pytest.mark.parametrize("error", ["ValueError(7)", "KeyboardInterrupt()"])
+def test_a_command_that_an_error_ends_waits_for_the_reason(tmp_path: Path, error: str) -> None:
+    """torchrun ends within a second after its rank, when the result of five seconds ago is old."""
+    path, wanted = tmp_path / "result.json", tmp_path / WANTED
+    job = {"job": "train", "created": time.time() + 60.0, "ended": False, "lines": []}
+    path.write_text(json.dumps({"problems": [job]}))
+    program = f"import sys; sys.last_value = {error}; from paceline_autostart import result; "
+    with subprocess.Popen(
+        [sys.executable, "-c", program + "result.show_at_exit(lambda: False)"],
+        env=environment(tmp_path, **{watched.VARIABLE: str(path)}),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        while command.poll() is None and not wanted.exists():
+            time.sleep(0.01)
+        assert wanted.exists() == (error != "KeyboardInterrupt()")
+        path.write_text(
+            json.dumps({"problems": [{**job, "ended": True, "lines": ["Rank 1 failed."]}]})
+        )
+        _, words = command.communicate(timeout=60)
+    assert words.startswith("paceline: Rank 1 failed.\n") == wanted.exists()
 
 
 def test_only_one_task_of_a_job_step_prints_the_result(tmp_path: Path) -> None:

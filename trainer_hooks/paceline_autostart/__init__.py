@@ -53,7 +53,7 @@ def _prepare(torch: Any) -> None:
     from paceline_autostart import frameworks, result  # noqa: PLC0415 - not without `PACELINE`
 
     frameworks.watch()
-    result.show_at_exit()
+    result.show_at_exit(lambda: _started_in == os.getpid())
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, or a process that it started
         before_exit(_report_early_error)
     optimizer = sys.modules["torch.optim.optimizer"]

@@ -1,7 +1,8 @@
 """The last lines of a training under `paceline watch`: the problems that were found in it.
 
 They are printed by the first process that imports torch, and not by those that it starts: by
-torchrun, also if a shell script calls it.
+torchrun, also if a shell script calls it. If an error ends it, such as one of torchrun after a rank
+has failed, the reason may just be found: it waits some seconds for the end of the training.
 """
 
 from __future__ import annotations
@@ -11,19 +12,53 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 VARIABLE = "PACELINE_WATCH_RESULT"  # path of the file that `paceline_cli.watched` writes
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # not all print
 _NEW_SECONDS = 30.0  # a server rewrites the file every five seconds
 _MOST_BYTES = 1 << 24
+WANTED = ".wanted"  # suffix of the file that has the result written at once
+_POLL_SECONDS = 0.1
+_END_SECONDS = 5.0  # for the server to find out why the ranks ended
+_SIGNAL_OF_TORCHRUN = "sigval"  # attribute of the exception that a signal to torchrun raises
 
 
-def show_at_exit() -> None:
-    """Print them at the end of this process, and of no process that it starts."""
+def show_at_exit(is_rank: Callable[[], bool]) -> None:
+    """Print them at the end of this process, and of no process that it starts.
+
+    Args:
+        is_rank: returns whether this process is itself a rank. Then nobody knows of its end yet.
+    """
     path = os.environ.pop(VARIABLE, None)
     if path and all(os.environ.get(name, "0") == "0" for name in _RANKS):
-        atexit.register(show, path, os.getpid(), time.time())
+        atexit.register(_show_at_exit, path, os.getpid(), time.time(), is_rank)
+
+
+def _show_at_exit(path: str, pid: int, since: float, is_rank: Callable[[], bool]) -> None:
+    error = getattr(sys, "last_value", None)
+    was_signaled = isinstance(error, KeyboardInterrupt) or hasattr(error, _SIGNAL_OF_TORCHRUN)
+    if error is not None and not was_signaled and os.getpid() == pid and not is_rank():
+        with suppress(Exception, KeyboardInterrupt):
+            _await_end(path, since)
+    show(path, pid, since)
+
+
+def _await_end(path: str, since: float) -> None:
+    """Wait until the result has the end of all trainings of this command."""
+    began = time.time()
+    while time.time() - began < _END_SECONDS:
+        with open(path, encoding="utf-8") as file:
+            age = time.time() - os.fstat(file.fileno()).st_mtime
+            if age > _NEW_SECONDS:  # no local server writes it
+                return
+            problems = json.loads(file.read(_MOST_BYTES))["problems"]
+        is_new = age < time.time() - began  # written since then
+        if is_new and all(each.get("ended", True) for each in problems if each["created"] >= since):
+            return
+        with open(path + WANTED, "w", encoding="utf-8"):
+            time.sleep(_POLL_SECONDS)
 
 
 def show(path: str, pid: int, since: float) -> None:
