@@ -82,7 +82,7 @@ def as_tensor(value: Any) -> Tensor | None:
         return None
     if value.dtype.kind not in _TENSOR_KINDS or not value.dtype.isnative:
         return None
-    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+    if not value.flags.behaved or any(stride < 0 for stride in value.strides):
         value = value.copy()
     try:
         return torch.from_numpy(value)

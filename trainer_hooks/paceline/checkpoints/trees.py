@@ -24,7 +24,7 @@ from paceline.checkpoints.plain import as_plain, as_tensor, from_plain
 _PICKLE = b"\x80\x02"  # the start of protocol 2
 _LEAF = "paceline.tensor"  # marks a leaf in the rest, which may contain only plain types
 _ARRAY = "paceline.array"  # marks the leaf of an array of numpy
-_LARGE_BYTES = 1 << 20  # of an array in a list; there may be thousands of small ones
+_LARGE_BYTES = 1 << 20  # arrays in a list below it are stored together: there may be thousands
 _DEFAULTDICT = "paceline.defaultdict"
 # Most of a rest are numbers, those of random states: they take the shortest way.
 _SCALARS = frozenset({int, float, str, bool, type(None)})
