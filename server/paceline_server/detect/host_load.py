@@ -47,14 +47,18 @@ def wait_share_since(
 ) -> float | None:
     """Return the same share, or that of the time since `onset_ns` if it is larger.
 
-    The host may have become busy then, of which recent time has little. Of two ranks, the one that
-    waits less counts for that: the other one may have lost its CPU. Infinite as long as the time
-    since then is not sampled, but not for longer than that recent time.
+    The host may have become busy then, of which recent time has little, or be no longer busy. Of
+    two ranks, the one that waits less counts for that: the other one may have lost its CPU.
+    Infinite as long as the time since then is not sampled, but not for longer than that recent
+    time.
     """
     recent = cpu_wait_share(observation, generation, ranks)
-    if recent is None or observation.now_ns - onset_ns >= RECENT_NS:
-        return recent
+    if recent is None:
+        return None
     series = list(_waits(observation, generation, ranks))
+    if observation.now_ns - onset_ns >= RECENT_NS:
+        since = [rate for one in series if (rate := one.rate_since(onset_ns)) is not None]
+        return max(recent, min(median_low(since), 1.0)) if since else recent
     if median(one.latest_ns() or 0.0 for one in series) < onset_ns + SAMPLED_NS:
         return math.inf
     newest = [rate for one in series if (rate := one.newest_rate()) is not None]

@@ -92,6 +92,16 @@ def test_a_rank_slower_than_that_noise_is_reported():
     assert [found.rank for found in job.advance(6, 0.4, slow={5: 1.7})][:1] == [5]
 
 
+def test_a_rank_of_a_busy_host_that_waits_the_longest_for_a_while_is_not_reported():
+    job = Waiting(StragglerDetector)
+    job.advance(40, 0.3)
+    uneven = {**dict.fromkeys(range(8), 0.2), 5: 0.6}
+    assert job.advance(4, uneven, slow={5: 1.4}) == []
+    assert job.advance(10, 0.3) == []
+    found = job.advance(20, uneven, slow={5: 1.4})
+    assert [one.rank for one in found][:1] == [5], "it lasts"
+
+
 def test_a_rank_that_is_left_without_a_cpu_for_some_seconds_is_not_reported():
     """Its peers wait for it, not for CPUs, so that the host does not look busy."""
     job = Waiting(StragglerDetector)
@@ -201,6 +211,20 @@ def test_a_host_that_has_just_become_busy_hides_as_much_as_one_that_was(waits, u
     assert wait_share_since(observation, generation, 50 * 10**9) == cpu_wait_share(
         observation, generation
     )
+
+
+def test_a_host_that_is_no_longer_busy_hides_what_it_hid():
+    job = Waiting(StragglerDetector)
+    job.advance(4, 0.0)
+    job.advance(6, 0.5)
+    job.advance(6, 0.0)
+    telemetry = job.watched.telemetry
+    now_ns = START_NS + 15 * STEP_NS
+    now = Observation(now_ns, [], [], [], {}, {}, {}, {}, telemetry, Groups(8))
+    shares = [
+        wait_share_since(now, job.watched.generation, START_NS + step * STEP_NS) for step in (14, 4)
+    ]
+    assert shares == pytest.approx([0.0, 0.25], abs=0.03)
 
 
 def test_late_data_of_a_rank_without_a_cpu_is_held_back():

@@ -232,15 +232,20 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             return True
         if self._is_spell(reported):
             return False
-        share = wait_share_since(observation, self.generation, reported.onset_ns)
-        seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
+        ranks, onset_ns = reported.unit.ranks, reported.onset_ns
+        share = wait_share_since(observation, self.generation, onset_ns)
+        usual = usual_wait_share(observation, self.generation, onset_ns)
+        explaining = share
+        if share is not None and usual is not None and usual >= LEAST_SHARE:
+            # One of the ranks that wait for CPUs may wait the longest for a while.
+            own = wait_share_since(observation, self.generation, onset_ns, ranks)
+            explaining = max(share, own or 0.0)
+        seconds, slowdown = (now_ns - onset_ns) / 1e9, self.slowdown(reported)
         own_share = self._recent.own_share(reported, slowdown)
-        if slowdown < largest_accident(share, seconds, own_share):
+        if slowdown < largest_accident(explaining, seconds, own_share):
             return False
         if seconds >= self.settings.contention_seconds:
             return True
-        ranks, onset_ns = reported.unit.ranks, reported.onset_ns
-        usual = usual_wait_share(observation, self.generation, onset_ns)
         # None if waits are not measured; `usual` also if they were not before the onset.
         is_quiet = share is None or (usual is not None and usual < LEAST_SHARE)
         if is_quiet:  # the host may have become busy just now
