@@ -9,7 +9,7 @@ from timed_run import T0, Noise, TimedRun
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.slow_link.detector import SlowLinkDetector, _FamilyMonitor
 from paceline_server.detect.slow_link.traffic import MOST_FAMILIES, TransferBaselines, TransferLane
-from paceline_server.steps.timing import TransferTimes
+from paceline_server.steps.timing import CollectiveTimes, TransferTimes
 from paceline_wire.batch import Sample
 from paceline_wire.metric_names import (
     PRESSURE_CPU_WAITING_SECONDS_TOTAL as CPU_PRESSURE,
@@ -351,6 +351,38 @@ def test_groups_that_are_first_seen_late_are_healthy():
     run = watched(Topology(4, 2, 2), 11)
     run.late_from, run.late_every = 30, 2
     assert run.advance(150) == []
+
+
+def test_a_second_collective_in_some_steps_makes_the_others_no_slower():
+    """A script averages its loss over the ranks every 16 steps, in the group of the gradients."""
+    traffic, run = TransferBaselines(), TimedRun(Topology(8, 1, 1), 12)
+    seen = []
+    for step in range(80):
+        timing = run.timing()
+        one = timing.collectives
+        assert one.group.size == 1
+        if step % 16 == 15:
+            columns = {name: getattr(one, name) for name in CollectiveTimes.__dataclass_fields__}
+            two = {name: np.repeat(column, 2) for name, column in columns.items()}
+            timing = dataclasses.replace(timing, collectives=CollectiveTimes(**two))
+        for [seconds] in traffic.seconds(timing):
+            seen.append(seconds / one.transfer_seconds[0])
+        run.step += 1
+    assert seen == pytest.approx([2.0 if n % 16 == 15 else 1.0 for n in range(80 - len(seen), 80)])
+
+
+def test_a_lost_span_is_as_long_as_the_others_of_its_lane():
+    traffic, run = TransferBaselines(), TimedRun(Topology(8, 1, 1), 12)
+    for step in range(40):
+        timing = run.timing()
+        columns = {
+            name: np.repeat(getattr(timing.collectives, name), 2 if step % 5 == 2 else 4)
+            for name in CollectiveTimes.__dataclass_fields__
+        }
+        timing = dataclasses.replace(timing, collectives=CollectiveTimes(**columns))
+        for [seconds] in traffic.seconds(timing):
+            assert seconds == pytest.approx(4 * columns["transfer_seconds"][0])
+        run.step += 1
 
 
 def test_irregular_transfers_are_not_watched_forever():

@@ -24,6 +24,7 @@ LEARNING_STEPS = 4  # steps until all lanes have been seen, even if some spans a
 OFTEN = 0.75  # share of its family's steps in which a lane must be seen
 # limit: ranks that send to any other rank at any time have no past to compare with
 MOST_FAMILIES = 8
+MOST_VOTES = 8  # steps after which another number of transfers per step counts as usual
 _RANKS = 1 << 20
 _OPS = 1 << 8
 
@@ -90,7 +91,8 @@ class TransferBaselines:
         self._forming, self._formed = Family(), 0
         self._keys: Ints = np.empty(0, dtype=np.int64)  # keys of all families, ascending
         self._places: Ints = np.empty(0, dtype=np.int64)  # position of each key among all lanes
-        self._rows: Ints = np.empty(0, dtype=np.int64)  # rows per lane and step if no span is lost
+        self._rows: Ints = np.empty(0, dtype=np.int64)  # usual rows per lane and step
+        self._votes: Ints = np.empty(0, dtype=np.int64)  # how certain each of these is
 
     def seconds(self, timing: StepTiming) -> list[Floats]:
         """Return the seconds of each lane of each family; NaN for lanes not seen in this step."""
@@ -108,12 +110,23 @@ class TransferBaselines:
     def _measured(self, place: Ints, taken: Floats) -> list[Floats]:
         count = self._rows.size
         rows = np.bincount(place, minlength=count)
-        self._rows = np.maximum(self._rows, rows)
+        self._count(rows)
         sums = np.bincount(place, taken, count)
         # Lost spans are assumed to be as long as the others of their lane.
         mean = np.divide(sums, rows, out=np.full(count, np.nan), where=rows > 0)
         ends = np.cumsum([len(family.lanes) for family in self.families])
-        return np.split(mean * self._rows, ends[:-1]) if self.families else []
+        return np.split(mean * np.maximum(rows, self._rows), ends[:-1]) if self.families else []
+
+    def _count(self, rows: Ints) -> None:
+        """Learn the usual number of rows: most steps have it.
+
+        Some have more, such as every hundredth one, in which a script also averages its loss.
+        """
+        seen = rows > 0
+        self._votes += np.where(rows == self._rows, 1, -1) * seen
+        is_other = self._votes < 0
+        self._rows = np.where(is_other, rows, self._rows)
+        self._votes = np.where(is_other, 0, np.minimum(self._votes, MOST_VOTES))
 
     def _learn(self, keys: Ints, timing: StepTiming) -> None:
         self._forming.learn(keys, timing)
@@ -130,7 +143,9 @@ class TransferBaselines:
         places = np.concatenate([self._places, np.arange(first, first + keys.size)])
         order = np.argsort(together)
         self._keys, self._places = together[order], places[order]
-        self._rows = np.concatenate([self._rows, np.zeros(keys.size, dtype=np.int64)])
+        none = np.zeros(keys.size, dtype=np.int64)
+        self._rows = np.concatenate([self._rows, none])
+        self._votes = np.concatenate([self._votes, none])
         self.families.append(family)
 
 
