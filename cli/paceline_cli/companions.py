@@ -37,6 +37,8 @@ POLL_SECONDS = 0.05
 END_POLL_SECONDS = 0.5
 RESULT_SECONDS = 5.0  # between two queries of the local server, if no command waits for them
 LINGER_SECONDS = 10.0  # the server waits up to 8 s for what explains the end of a job
+# ... and longer if it is behind: beside steps of some milliseconds it may lack CPUs.
+BEHIND_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -124,7 +126,7 @@ def main(
     node_directory: Path, logs: Path, address: str, agent: list[str], server: list[str]
 ) -> None:
     """Run the programs until LINGER_SECONDS after all commands and all ranks on this node have
-    ended.
+    ended; up to BEHIND_SECONDS if the server has not found out about the end of each job.
 
     Args:
         node_directory: of the agent.
@@ -142,16 +144,18 @@ def main(
         print(_await_agent(running[0], node_directory, logs / "agent.log"), flush=True)
         os.dup2(0, 1)  # the reader's pipe ends: the command does not inherit it
         used, kept, wanted = time.monotonic(), -RESULT_SECONDS, logs / WANTED
+        is_behind = False
         while True:
             time.sleep(END_POLL_SECONDS)
             if time.monotonic() - kept >= RESULT_SECONDS or wanted.exists():
                 wanted.unlink(missing_ok=True)
-                keep_result()
+                is_behind = not keep_result() and running[-1].poll() is None
                 kept = time.monotonic()
             with locked(logs):
                 if _has_commands(logs) or _has_ranks(node_directory / RINGS):
                     used = time.monotonic()
-                if running[0].poll() is None and time.monotonic() - used < LINGER_SECONDS:
+                linger = BEHIND_SECONDS if is_behind else LINGER_SECONDS
+                if running[0].poll() is None and time.monotonic() - used < linger:
                     continue
                 _stop(running[0])
                 keep_result()
@@ -163,15 +167,19 @@ def main(
             _stop(process)
 
 
-def _keeper(logs: Path, address: str) -> Callable[[], None]:
-    """Return a function that stores the result of the trainings that the server shows."""
+def _keeper(logs: Path, address: str) -> Callable[[], bool]:
+    """Return a function that stores the result of the trainings that the server shows.
+
+    It returns whether all of them have ended.
+    """
     from paceline_cli import watched  # noqa: PLC0415 - its imports take memory; only with a server
 
     return partial(watched.write, logs, address, datetime.now(UTC))
 
 
-def _nothing() -> None:
+def _nothing() -> bool:
     """Store no result: another server keeps its own."""
+    return True
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:

@@ -26,8 +26,10 @@ _MOST_INCIDENTS = 20  # per job, the worst first
 _MOST_LINES = 3
 
 
-def write(logs: Path, server: str, since: datetime) -> None:
+def write(logs: Path, server: str, since: datetime) -> bool:
     """Write the newest jobs of the local server. As long as it has none, the earlier ones stay.
+
+    Returns whether the server responds and all of them have ended.
 
     Args:
         logs: the node's directory, as `watch_directory` returns it.
@@ -62,6 +64,8 @@ def write(logs: Path, server: str, since: datetime) -> None:
         new = logs / f"{RESULT}.new"
         new.write_text(json.dumps(result), encoding="utf-8")
         os.replace(new, logs / RESULT)
+        return all(job["finished_at"] is not None for job in jobs)
+    return False
 
 
 def problems(job: dict[str, Any]) -> list[str]:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -168,6 +170,52 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     return arguments_of
 
 
+@contextmanager
+def serving(answer: Callable[[str, str | None], tuple[int, object]]) -> Iterator[str]:
+    """Serve what `answer` returns for a path and the authorization: status and JSON."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, content = answer(self.path, self.headers["Authorization"])
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_server_that_has_not_found_out_how_a_job_ended_is_behind(
+    tmp_path: Path, ended: bool
+) -> None:
+    """Then it runs longer than the command: steps of milliseconds take it as long as the job."""
+    now = datetime.now(UTC)
+    job = {
+        "id": "train",
+        "name": "train.py",
+        "verdict": {"kind": "failed", "text": "Failed."},
+        "created_at": now.isoformat(),
+        "finished_at": now.isoformat() if ended else None,
+    }
+
+    def answer(path: str, _: str | None) -> tuple[int, object]:
+        return 200, {"items": [job] if path.startswith("/api/v1/jobs") else []}
+
+    with serving(answer) as url:
+        assert watched.write(tmp_path, url, now) is ended
+    [problem] = json.loads((tmp_path / "result.json").read_text())["problems"]
+    assert problem["ended"] is ended
+    assert not watched.write(tmp_path, f"http://127.0.0.1:{free_port()}", now)
+
+
 @pytest.mark.parametrize(
     ("token", "status", "is_used"),
     [("known", 200, True), ("an agent's", 403, True), ("unknown", 401, False), (None, 200, False)],
@@ -177,23 +225,12 @@ def test_a_server_of_this_machine_is_used_if_it_accepts_this_user(
 ) -> None:
     """Another user's server would refuse all data."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == "/api/v1/caller"
-            assert self.headers["Authorization"] == f"Bearer {token}"
-            self.send_response(status)
-            self.end_headers()
+    def answer(path: str, authorization: str | None) -> tuple[int, object]:
+        assert (path, authorization) == ("/api/v1/caller", f"Bearer {token}")
+        return status, {}
 
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(answer) as url:
         shown = command._prepare({}, url, token, chosen=False)
-        server.shutdown()
-        thread.join()
     assert (f"dashboard: {url} (an agent runs" in shown) == is_used
     assert ("--database-url" in launched[0]) != is_used
 
