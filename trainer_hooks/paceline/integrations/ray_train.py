@@ -78,10 +78,15 @@ def _recording(run_in_thread: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _start() -> None:
+    """Start recording under the name of Ray's run: the program of a worker is Ray's own."""
+    autostart(metadata={"script": train.get_context().get_experiment_name()})
+
+
 def _recorded(target: Callable[[], Any]) -> Callable[[], Any]:
     @wraps(target)
     def train_function() -> Any:
-        never_raises(autostart)()
+        never_raises(_start)()
         try:
             return target()
         except Exception as error:
