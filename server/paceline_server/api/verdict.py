@@ -175,7 +175,11 @@ def _starting(session: Session, job: models.JobRow) -> str:
 
 
 def _pace(job: models.JobRow) -> str:
-    return "" if job.step_seconds is None else f"; {job.step_seconds:.2f} s per step"
+    if (seconds := job.step_seconds) is None:
+        return ""
+    if seconds >= 0.1:
+        return f"; {seconds:.2f} s per step"
+    return f"; {seconds * 1e3:.{0 if seconds >= 0.01 else 1}f} ms per step"
 
 
 def _healthy(session: Session, job: models.JobRow) -> str:

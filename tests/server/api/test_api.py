@@ -453,6 +453,11 @@ def test_the_verdict_is_the_worst_open_incident(server: Any, client: httpx.Clien
     )
     text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
     assert text == "No slow rank found; 0.56 s per step.", "a rank is much faster than its peers"
+    for seconds, pace in ((0.0112, "11 ms"), (0.0034, "3.4 ms")):
+        with server.program.database.write() as session:
+            session.get_one(JobRow, job_id).step_seconds = seconds
+        text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
+        assert text == f"No slow rank found; {pace} per step."
     put(server, incident(job_id, 2))
     verdict = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
     assert verdict["incident_id"] == "inc-2"
