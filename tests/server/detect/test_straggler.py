@@ -241,6 +241,21 @@ def test_the_cost_of_a_straggler_is_measured_again_when_another_rank_becomes_as_
     assert alone.cost_ratio == pytest.approx(0.33, abs=0.03)
 
 
+def test_garbage_collections_of_a_straggler_are_no_part_of_its_cost():
+    """A rank that creates garbage computes longer as well. The finding `gc` is about the pauses."""
+    topology = Topology(4, 1, 1)
+    job = SimulatedStep(topology, one_forward_one_backward(1, 8), jitter=0.02)
+    watched = Watched(StragglerDetector, topology)
+    watched.show(job.play(step) for step in range(40))
+    late = dataclasses.replace(job, slow={2: 1.5}, pauses={2: 0.025})
+    for timing in map(late.play, range(40, 60)):
+        ranks = dataclasses.replace(timing.ranks, gc_seconds=np.array([0.0, 0.0, 16 * 0.025, 0.0]))
+        watched.show([dataclasses.replace(timing, ranks=ranks)])
+    found = next(one for one in watched.findings if one.fingerprint == "straggler:2")
+    # 0.72 s of compute instead of 0.48 s, and 0.4 s of pauses
+    assert found.cost_ratio == pytest.approx(0.24 / 1.12, abs=0.03)
+
+
 def test_a_node_that_is_slow_as_a_whole_is_named_once():
     run = watched(Topology(4, 2, 2), 10, ranks_per_node=4)
     run.advance(40)

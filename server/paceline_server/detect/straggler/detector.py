@@ -85,6 +85,7 @@ Floats = npt.NDArray[np.float64]
 RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers are not more precise
 BLOCKS_STEPS = (8, 32)  # whose sums are compared
 TOGETHER_STEPS = NEWEST[0]  # ranks whose onsets differ by fewer steps became slow together
+NOTABLE_PAUSE = 0.02  # share of a step from which garbage collections do not count as a slowdown
 
 # A faster rise is no creep: noise can hide a step change for some short steps.
 _LEAST_CREEP_NS = 10_000_000_000
@@ -598,10 +599,21 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         together: Sequence[ReportedStraggler],
         observation: Observation,
     ) -> float | None:
-        """Return the speedup of a replay with these ranks as fast as their peers."""
-        if observation.replay is None:
+        """Return the speedup of a replay with these ranks as fast as their peers.
+
+        They keep their garbage collections, which are no slowdown: `gc` is about them.
+        """
+        replay, ranks, since = observation.replay, ranks_in(fixed), first_onset(together)
+        if replay is None:
             return None
-        return observation.replay.speedup(ranks=ranks_in(fixed), since_step=first_onset(together))
+        speedup = replay.speedup(ranks=ranks, since_step=since)
+        pauses = _longer_pauses(replay.timings, ranks, since)
+        if speedup is None or not pauses:
+            return speedup
+        without_pauses = replay.speedup(excess_seconds=pauses, since_step=since)
+        if without_pauses is None:
+            return speedup
+        return gain(max(1.0 / without_pauses - 1.0 / speedup, 0.0))
 
     def _cost_ratio(
         self, active: ReportedStraggler, extra_seconds: float, speedup: float | None
@@ -626,3 +638,21 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             node=unit.node,
             own_share=self._recent.own_share(reported, slowdown or 1.0),
         )
+
+
+def _longer_pauses(
+    timings: Sequence[StepTiming], ranks: Sequence[int], since_step: int
+) -> dict[int, float]:
+    """Return by how many seconds per step these ranks collect garbage for longer than others do.
+
+    Only what costs enough for a report.
+    """
+    steps = [timing for timing in timings if timing.step >= since_step] or timings
+    rank = np.concatenate([timing.ranks.rank for timing in steps])
+    seconds = np.concatenate([timing.ranks.gc_seconds for timing in steps])
+    if not seconds.any():
+        return {}
+    least = NOTABLE_PAUSE * float(np.mean([np.median(one.ranks.step_seconds) for one in steps]))
+    means = np.bincount(rank, seconds) / np.maximum(np.bincount(rank), 1)
+    usual = float(np.median(np.delete(means, ranks))) if means.size > len(ranks) else 0.0
+    return {one: excess for one in ranks if (excess := float(means[one]) - usual) > least}
