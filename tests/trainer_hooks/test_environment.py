@@ -132,6 +132,7 @@ def test_without_an_agent_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -
         ("/data/tr\udce4in.py", "tr?in.py"),
         (70 * "x", 64 * "x"),
         ("-c", None),
+        ("/usr/lib/python3/ray/_private/workers/default_worker.py", None),
         ("", None),
     ],
 )

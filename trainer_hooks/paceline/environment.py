@@ -114,6 +114,7 @@ _HOST_LENGTH = 40  # leaves room for the rest of a job name
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_LENGTH = 13  # 48 bits
 _SCRIPT_LENGTH = 64
+_RAY_WORKER = "default_worker.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,11 +359,13 @@ def identify(
 
 
 def _script() -> dict[str, str]:
-    """Return the script's name as metadata; empty for `python -c` and an interactive shell."""
+    """Return the script's name as metadata; empty for `python -c` and an interactive shell, and for
+    a worker of Ray, whose program is Ray's own."""
     program = Path((sys.argv or [""])[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
     name = name.encode(errors="replace").decode()  # a file name may not be UTF-8
-    return {"script": name[:_SCRIPT_LENGTH]} if name and not name.startswith("-") else {}
+    is_script = name and not name.startswith("-") and name != _RAY_WORKER
+    return {"script": name[:_SCRIPT_LENGTH]} if is_script else {}
 
 
 def _launcher(own_job: str, environment: Mapping[str, str], torchrun: int) -> dict[str, str]:

@@ -148,9 +148,7 @@ def init(
         _session.guard(_session.watch_optimizers)
 
 
-def autostart(
-    *, in_optimizer_step: bool = False, metadata: Mapping[str, str] | None = None
-) -> None:
+def autostart(*, in_optimizer_step: bool = False) -> None:
     """Start recording as `init` does, unless the script has done so (see `paceline_autostart`).
 
     A later `init` of the script still counts. A thread that only created the process group, as Ray
@@ -163,7 +161,7 @@ def autostart(
         _stop()
     if _session is not None:
         return
-    _enter({"dp": None, "pp": None, "tp": None}, None, metadata or {})
+    _enter({"dp": None, "pp": None, "tp": None}, None, {})
     session = _session
     if session is not None and in_optimizer_step:
         session.recognition.probe = None  # this optimizer is torch's

@@ -190,7 +190,6 @@ def test_ray_train(tmp_path: Path, way: str) -> None:
     assert finished.returncode == 0, finished.stderr[-5000:]
     for reader in readers(tmp_path / "rings"):
         assert (reader.identity.job, reader.identity.world_size) == ("ray-example", 2)
-        assert reader.identity.metadata["script"] == "example"
         spans = list(unpack(reader.read()))
         assert steps_with(spans, Op.STEP) == list(range(8))
         assert set(steps_with(spans, Op.BACKWARD)) == set(range(8))

@@ -78,15 +78,10 @@ def _recording(run_in_thread: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _start() -> None:
-    """Start recording under the name of Ray's run: the program of a worker is Ray's own."""
-    autostart(metadata={"script": train.get_context().get_experiment_name()})
-
-
 def _recorded(target: Callable[[], Any]) -> Callable[[], Any]:
     @wraps(target)
     def train_function() -> Any:
-        never_raises(_start)()
+        never_raises(autostart)()
         try:
             return target()
         except Exception as error:
