@@ -100,7 +100,7 @@ def _trained_like(
         assert held_back == pytest.approx(expected.held_back_loss, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.campaign), "1f1b"])
 def test_every_division_of_the_model_trains_like_one_process(
     ranks_pool: Any, tiny_settings: TrainerSettings, schedule: str
 ) -> None:

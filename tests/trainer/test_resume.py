@@ -24,6 +24,7 @@ def unbroken(ranks_pool: Any, settings: TrainerSettings) -> list[float]:
     return losses
 
 
+@pytest.mark.campaign
 def test_a_resume_at_another_dp_size_continues_the_loss_curve(
     ranks_pool: Any, settings: TrainerSettings, unbroken: list[float], tmp_path: Path
 ) -> None:

@@ -102,7 +102,9 @@ def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.campaign)]
+)
 def test_no_process_is_left_when_the_demo_is_killed_or_interrupted(
     running_demo: tuple[subprocess.Popen[str], str], number: signal.Signals
 ) -> None:

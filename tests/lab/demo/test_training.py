@@ -22,6 +22,7 @@ def cluster() -> Iterator[Cluster]:
     cluster.remove_logs()
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_the_end_of_the_demo_stops_its_job_on_request(cluster: Cluster) -> None:
     options = ("--emulate-kernel-ms", "5,10", "--layers", "2", "--heads", "4")

@@ -43,6 +43,7 @@ def run(*plans: Plan) -> list[TrialVerdict]:
     return verdicts
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(660)
 def test_a_raised_error_is_named_with_its_rank_in_an_unchanged_training() -> None:
     (verdict,) = run(CRASH)

@@ -50,7 +50,7 @@ def assert_equal(directory: Path, kind: str, tier: str, kills: int, epochs: int)
     assert resumed <= {tier, "None"}  # a rank was killed before the first copy
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("zero", marks=pytest.mark.campaign)])
 def test_a_run_that_is_killed_ends_bit_for_bit_the_same(tmp_path: Path, kind: str) -> None:
     assert_equal(tmp_path, kind, "memory", kills=3, epochs=4)
 
