@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import shutil
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
@@ -380,9 +381,19 @@ def test_values_of_common_types_are_restored(tmp_path: Path) -> None:
         assert restored["rows"].dtype == np.float32
 
 
-def test_a_dict_that_cannot_be_stored_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"'table' contains an object that torch does not load"):
-        paceline.Checkpoints(tmp_path, table={"sample": random.Random(0).random})
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (random.Random(0).random, "an object that torch does not load safely"),
+        (threading.Lock(), "an object that cannot be stored: cannot pickle '_thread.lock' object"),
+        (lambda: 0, "an object that cannot be stored: Can't pickle"),
+    ],
+)
+def test_a_dict_that_cannot_be_stored_is_refused_at_the_start(
+    tmp_path: Path, value: object, reason: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"'table' contains {reason}"):
+        paceline.Checkpoints(tmp_path, table={"value": value})
 
 
 def test_a_scheduler_whose_state_is_more_than_plain_dicts_is_restored(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def put_together(rest: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
 def _from_marked(items: tuple[Any, ...]) -> Any:
     match items:
         case (str(mark), Tensor() as tensor) if mark == _ARRAY:
-            return tensor.numpy()
+            return tensor.cpu().numpy()
         case (str(mark), name, dict() as table) if mark == _DEFAULTDICT:
             return defaultdict(None if name is None else _FACTORIES[name], table)
     return from_plain(items)
@@ -150,9 +150,16 @@ def refuse_if_unsafe(content: bytes, name: str) -> None:
 def encode(rest: Any, name: str) -> Tensor:
     """Return a rest as bytes.
 
-    Raises CheckpointError if it contains objects that cannot be loaded without running their code.
+    Raises CheckpointError if it contains objects that cannot be stored, or not be loaded without
+    running their code.
     """
-    content = serialize(rest)
+    try:
+        content = serialize(rest)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"the state of {name!r} contains an object that cannot be stored: {error}. "
+            "Leave it out of the state"
+        ) from error
     refuse_if_unsafe(content, name)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
