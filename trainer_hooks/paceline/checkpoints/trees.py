@@ -19,20 +19,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.checkpoints.errors import CheckpointError, DamagedError
-from paceline.checkpoints.plain import as_plain, as_tensor, from_plain
+from paceline.checkpoints.plain import array_as_plain, as_plain, as_tensor, from_plain
 
 _PICKLE = b"\x80\x02"  # the start of protocol 2
 _LEAF = "paceline.tensor"  # marks a leaf in the rest, which may contain only plain types
-_ARRAY = "paceline.array"  # marks the leaf of an array of numpy
 _LARGE_BYTES = 1 << 20  # arrays in a list below it are stored together: there may be thousands
-_DEFAULTDICT = "paceline.defaultdict"
 # Most of a rest are numbers, those of random states: they take the shortest way.
 _SCALARS = frozenset({int, float, str, bool, type(None)})
 # Dicts of other types that torch loads safely.
 _TABLES: tuple[type[dict[Any, Any]], ...] = (Counter, OrderedDict)
-_FACTORIES: dict[str, Callable[[], Any]] = {
-    each.__name__: each for each in (int, float, complex, bool, str, bytes, list, tuple, dict, set)
-}
 
 
 class Leaf(NamedTuple):
@@ -55,7 +50,9 @@ def take_apart(tree: Any) -> tuple[dict[str, Tensor], Any]:
             return leaf_of(value, name)
         if isinstance(value, Mapping):
             content = {k: take(each, _join(name, k), is_item) for k, each in value.items()}
-            return _as_defaultdict(value, content) or _as_table(value, content)
+            if type(value) is defaultdict:
+                return as_plain(defaultdict(value.default_factory, content))
+            return _as_table(value, content)
         if isinstance(value, list | tuple | deque):
             items = [
                 each if type(each) in _SCALARS else take(each, _join(name, index), True)
@@ -66,7 +63,7 @@ def take_apart(tree: Any) -> tuple[dict[str, Tensor], Any]:
             return items if isinstance(value, list) else tuple(items)
         is_small = is_item and getattr(value, "nbytes", 0) < _LARGE_BYTES
         if not is_small and (array := as_tensor(value)) is not None:
-            return (_ARRAY, leaf_of(array, name))
+            return array_as_plain(leaf_of(array, name))
         return as_plain(value)
 
     def leaf_of(tensor: Tensor, name: str) -> tuple[Any, ...]:
@@ -86,17 +83,8 @@ def put_together(rest: Any, tensor_of: Callable[[Leaf], Tensor]) -> Any:
         return _as_table(rest, {k: put_together(each, tensor_of) for k, each in rest.items()})
     if isinstance(rest, list | tuple):
         items = [put_together(each, tensor_of) for each in rest]
-        return items if isinstance(rest, list) else _from_marked(tuple(items))
+        return items if isinstance(rest, list) else from_plain(tuple(items))
     return rest
-
-
-def _from_marked(items: tuple[Any, ...]) -> Any:
-    match items:
-        case (str(mark), Tensor() as tensor) if mark == _ARRAY:
-            return tensor.cpu().numpy()
-        case (str(mark), name, dict() as table) if mark == _DEFAULTDICT:
-            return defaultdict(None if name is None else _FACTORIES[name], table)
-    return from_plain(items)
 
 
 def leaves_of(rest: Any) -> dict[str, Leaf]:
@@ -177,17 +165,6 @@ def decode(content: bytes) -> Any:
         return torch.load(file, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise DamagedError(f"a state cannot be decoded: {error}") from error
-
-
-def _as_defaultdict(like: Mapping[Any, Any], content: dict[Any, Any]) -> tuple[Any, ...] | None:
-    """Return a defaultdict as plain types; None: it is not one, or of a type that is not plain."""
-    if type(like) is not defaultdict:
-        return None
-    factory = like.default_factory
-    name = None if factory is None else getattr(factory, "__name__", "")
-    if name is not None and _FACTORIES.get(name) is not factory:
-        return None
-    return (_DEFAULTDICT, name, content)
 
 
 def _as_table(like: Mapping[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
