@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 VARIABLE = "PACELINE_WATCH_RESULT"  # path of the file that `paceline_cli.watched` writes
+WANTED = ".wanted"  # suffix of the file that has the result written at once
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # not all print
 _NEW_SECONDS = 30.0  # a server rewrites the file every five seconds
 _MOST_BYTES = 1 << 24
-WANTED = ".wanted"  # suffix of the file that has the result written at once
 _POLL_SECONDS = 0.1
 _END_SECONDS = 5.0  # for the server to find out why the ranks ended
 _SIGNAL_OF_TORCHRUN = "sigval"  # attribute of the exception that a signal to torchrun raises
@@ -49,13 +50,10 @@ def _await_end(path: str, since: float) -> None:
     """Wait until the result has the end of all trainings of this command."""
     began = time.time()
     while time.time() - began < _END_SECONDS:
-        with open(path, encoding="utf-8") as file:
-            age = time.time() - os.fstat(file.fileno()).st_mtime
-            if age > _NEW_SECONDS:  # no local server writes it
-                return
-            problems = json.loads(file.read(_MOST_BYTES))["problems"]
-        is_new = age < time.time() - began  # written since then
-        if is_new and all(each.get("ended", True) for each in problems if each["created"] >= since):
+        written, jobs = _read(path, since)
+        if time.time() - written > _NEW_SECONDS:  # no local server writes it
+            return
+        if written > began and all(each.get("ended", True) for each in jobs):
             return
         with open(path + WANTED, "w", encoding="utf-8"):
             time.sleep(_POLL_SECONDS)
@@ -71,11 +69,10 @@ def show(path: str, pid: int, since: float) -> None:
     """
     if os.getpid() != pid:  # a forked child
         return
-    with suppress(Exception), open(path, encoding="utf-8") as file:
-        if time.time() - os.fstat(file.fileno()).st_mtime > _NEW_SECONDS:
+    with suppress(Exception):
+        written, jobs = _read(path, since)
+        if time.time() - written > _NEW_SECONDS:
             return
-        problems = json.loads(file.read(_MOST_BYTES))["problems"]
-        jobs = [each for each in problems if each["created"] >= since]
         lines = [
             f"{job['job']}: {line}" if len(jobs) > 1 else line
             for job in jobs
@@ -86,3 +83,11 @@ def show(path: str, pid: int, since: float) -> None:
         for line in lines:
             printable = "".join(each if each.isprintable() else "?" for each in line)
             sys.stderr.write(f"paceline: {printable}\n")
+
+
+def _read(path: str, since: float) -> tuple[float, list[dict[str, Any]]]:
+    """Return when a result was written, and the problems of the jobs that began since then."""
+    with open(path, encoding="utf-8") as file:
+        problems = json.loads(file.read(_MOST_BYTES))["problems"]
+        written = os.fstat(file.fileno()).st_mtime
+    return written, [each for each in problems if each["created"] >= since]
