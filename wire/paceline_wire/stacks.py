@@ -10,6 +10,8 @@ MAXIMUM_THREADS = 32
 MAXIMUM_FRAMES = 48  # per thread; the innermost ones
 MAXIMUM_TEXT = 200  # characters per name or path
 
+# Packages that only call the script or wait for it, so that its own line is more useful.
+CALLERS = frozenset({"paceline", "paceline_autostart", "torch"})
 _INSTALLED = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*t?/|^<frozen ")
 
 

@@ -8,14 +8,12 @@ from itertools import chain
 
 from paceline_server.detect.finding import Evidence
 from paceline_wire.batch import RankStackTraces
-from paceline_wire.stacks import StackFrame, ThreadStack
+from paceline_wire.stacks import CALLERS, StackFrame, ThreadStack
 
 GIL_HELD = "GIL held by thread "
 _MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
-# Packages that only call the script or wait for it, so that its own line is more useful.
-_CALLERS = frozenset({"paceline", "paceline_autostart", "torch"})
-_LIBRARIES = _CALLERS | {"typing_extensions", *sys.stdlib_module_names}
+_LIBRARIES = CALLERS | {"typing_extensions", *sys.stdlib_module_names}
 # All ranks must call these, in which each waits for the others. No operation is recorded there.
 _GROUP_CREATIONS = ("new_group", "split_group")
 _WAITS_FOR_WORKER = ("torch/utils/data/dataloader.py", "_try_get_data")
@@ -100,7 +98,7 @@ def _loading_workers(stacks: RankStackTraces) -> list[ThreadStack]:
 
 def _script_frame(frames: list[StackFrame]) -> StackFrame | None:
     """Return the innermost frame of the script; without one, of a package that torch calls."""
-    own = (each for each in frames if not each.is_installed and _package(each) not in _CALLERS)
+    own = (each for each in frames if not each.is_installed and _package(each) not in CALLERS)
     called = (each for each in frames if _package(each) not in _LIBRARIES)
     return next(chain(own, called, frames), None)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from paceline_wire.stacks import is_installed
+from paceline_wire.stacks import CALLERS, is_installed
 
 _CONSEQUENCE = re.compile(
     r"nccl.*(remote|system) error|gloo.*(enforce|transport)|\[gloo|processgroup|not? heartbeat"
@@ -68,7 +68,7 @@ _CPP_FRAME = "frame #"
 # The lines of a frame in a traceback: its place, its source if it raises, and the marks below it.
 _FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?')
 _TORCH_FILE = "/torch/"
-_CALLERS = re.compile(r"/(torch|paceline|paceline_autostart)/")  # wherever they are installed
+_CALLERS = re.compile(f"/({'|'.join(sorted(CALLERS))})/")  # wherever they are installed
 _RAISE = re.compile(r"    raise\b")
 _MARKED = re.compile(r" +[~^]+")
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
