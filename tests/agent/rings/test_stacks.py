@@ -164,8 +164,8 @@ class Samples(Dataset):
         return 100
     def __getitem__(self, index):
         if index == 8:
-            print("stuck", flush=True)
-            signal.pause()
+            # One line: what is printed may be read before the next one begins.
+            print("stuck", flush=True); signal.pause()
         return index
 for batch in DataLoader(Samples(), batch_size=4, num_workers=2):
     pass
