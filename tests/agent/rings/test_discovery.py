@@ -32,7 +32,10 @@ for batch in paceline.steps(range(5)):
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A replacement for /dev/shm, because an agent of this machine may use the real one."""
+    """A replacement for /dev/shm, because an agent of this machine may use the real one.
+
+    A test requests it before its agents, so that they are stopped before it is removed.
+    """
     with tempfile.TemporaryDirectory(dir=node_directory.MEMORY) as scratch:
         Path(scratch).chmod(0o755)
         yield Path(scratch)
@@ -59,7 +62,7 @@ def attached(server: Any) -> list[int]:
     ],
 )
 def test_two_lines_in_a_script_are_enough(
-    start_agent: Fixture, server: Any, memory: Path, wait_for: Fixture, user: int | None
+    memory: Path, start_agent: Fixture, server: Any, wait_for: Fixture, user: int | None
 ) -> None:
     options = ["--node-directory", str(memory / "paceline-node-0")]
     agent = start_agent(*options)
