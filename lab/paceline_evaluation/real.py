@@ -11,6 +11,7 @@ import contextlib
 import random
 from collections.abc import Callable, Collection, Iterator
 from datetime import datetime
+from functools import cached_property
 
 import click
 
@@ -43,8 +44,12 @@ class RealArm:
 
     def __init__(self, kinds: tuple[str, ...], trials: int, seed: int) -> None:
         self.kinds, self.trials, self.seed = kinds, trials, seed
-        self.cluster = Cluster(node_count=AXES[0] * AXES[1] * AXES[2] // GPUS_PER_NODE, port=0)
         self._jobs = 0
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster of this arm; its directories exist from its first use on."""
+        return Cluster(node_count=AXES[0] * AXES[1] * AXES[2] // GPUS_PER_NODE, port=0)
 
     def run(
         self, report: Callable[[TrialVerdict], None], done: Collection[tuple[str, str, int]] = ()
@@ -60,7 +65,6 @@ class RealArm:
             if ("real", kind, number) not in done
         ]
         if not trials:
-            self._remove()
             return []
         verdicts = []
         with self._running() as client:
@@ -78,11 +82,8 @@ class RealArm:
             with Client(self.cluster.url, timeout_seconds=SERVER_SECONDS) as client:
                 yield client
         finally:
-            self._remove()
-
-    def _remove(self) -> None:
-        self.cluster.close()
-        self.cluster.remove_logs()
+            self.cluster.close()
+            self.cluster.remove_logs()
 
     def _trial(
         self, client: Client, job: ObservedJob | None, kind: str, number: int

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from paceline_agent.collect.contract import Collector, Context
-from paceline_wire import ring
+from paceline_wire import node_directory, ring
 from paceline_wire.batch import Batch, CommandResult, Event, decode
 from paceline_wire.commands import Command, Ping, encode_line
 from paceline_wire.ring import Identity
@@ -226,7 +227,16 @@ StartAgent = Callable[..., AgentProcess]
 
 
 @pytest.fixture
-def start_agent(server: StubServer, tmp_path: Path) -> Iterator[StartAgent]:
+def open_directory() -> Iterator[Path]:
+    """A directory that all users can enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory(dir=node_directory.MEMORY) as scratch:
+        Path(scratch).chmod(0o755)
+        yield Path(scratch)
+
+
+@pytest.fixture
+def start_agent(server: StubServer, tmp_path: Path, open_directory: Path) -> Iterator[StartAgent]:
+    """Start agents, which are stopped before their directories are removed."""
     agents: list[AgentProcess] = []
 
     def start(

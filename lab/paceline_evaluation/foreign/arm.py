@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.foreign.cluster import ForeignCluster
 from paceline_evaluation.foreign.disturbance import disturb
 from paceline_evaluation.foreign.inject import Injector, why_no_control_groups
+from paceline_evaluation.foreign.network_nodes import why_unavailable
 from paceline_evaluation.foreign.plan import MOST_RANKS, Plan, available_trainers, draw_plans
 from paceline_evaluation.observed_job import ObservedJob, finding_of
 from paceline_evaluation.record import TrialRecord
@@ -66,15 +68,19 @@ class ForeignArm:
         chosen = tuple(name for name in available if trainers is None or name in trainers)
         self.none_seconds = none_seconds
         self.skipped = list(skipped)
-        self.cluster = ForeignCluster()
         plans = [plan for kind in kinds for plan in draw_plans(kind, trials, seed, chosen, largest)]
         self.plans = [plan for plan in plans if self._can_run(plan)]
         self._jobs = 0
 
+    @cached_property
+    def cluster(self) -> ForeignCluster:
+        """The cluster of this arm; its directories exist from its first use on."""
+        return ForeignCluster()
+
     def _can_run(self, plan: Plan) -> bool:
         reason = None
         if plan.fault in _NEEDS_NETWORK:
-            reason = self.cluster.why_no_network
+            reason = why_unavailable()
         elif plan.fault in _NEEDS_CONTROL_GROUPS:
             reason = why_no_control_groups()
         if reason is None:
@@ -97,8 +103,6 @@ class ForeignArm:
             if ("foreign", plan.kind, number) not in done
         ]
         if not trials:
-            self.cluster.close()
-            self.cluster.remove_logs()
             return []
         verdicts = []
         with self.cluster.running() as client:

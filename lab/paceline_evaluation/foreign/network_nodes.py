@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 from contextlib import ExitStack
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -123,6 +124,7 @@ class NetworkNodes:
         return f"pv{self._mark}{number}"
 
 
+@cache
 def why_unavailable() -> str | None:
     """Return why network namespaces cannot be made here; None if they can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]

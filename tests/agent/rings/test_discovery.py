@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline_wire import node_directory
 from paceline_wire.batch import RankAttached
 
 Fixture = Callable[..., Any]
@@ -28,17 +26,6 @@ paceline.init()
 for batch in paceline.steps(range(5)):
     pass
 """
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A replacement for /dev/shm, because an agent of this machine may use the real one.
-
-    A test requests it before its agents, so that they are stopped before it is removed.
-    """
-    with tempfile.TemporaryDirectory(dir=node_directory.MEMORY) as scratch:
-        Path(scratch).chmod(0o755)
-        yield Path(scratch)
 
 
 def train(memory: Path, **options: Any) -> None:
@@ -62,18 +49,18 @@ def attached(server: Any) -> list[int]:
     ],
 )
 def test_two_lines_in_a_script_are_enough(
-    memory: Path, start_agent: Fixture, server: Any, wait_for: Fixture, user: int | None
+    open_directory: Path, start_agent: Fixture, server: Any, wait_for: Fixture, user: int | None
 ) -> None:
-    options = ["--node-directory", str(memory / "paceline-node-0")]
+    options = ["--node-directory", str(open_directory / "paceline-node-0")]
     agent = start_agent(*options)
     wait_for(lambda: server.batches)
     try:
-        train(memory, user=user)
+        train(open_directory, user=user)
     except PermissionError:
         pytest.skip("this Python is root's alone")
     wait_for(lambda: attached(server))
     assert agent.stop() == 0
-    rings = memory / "paceline-node-0" / "rings"
+    rings = open_directory / "paceline-node-0" / "rings"
     left = list(rings.iterdir())  # the first run's, if the agent had no time to remove it
-    train(memory, user=user)
+    train(open_directory, user=user)
     assert list(rings.iterdir()) == left

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline_wire import node_directory, ring
+from paceline_wire import ring
 from paceline_wire.batch import RankAttached
 from paceline_wire.ring import Identity
 from paceline_wire.topology import Coordinates, Topology
@@ -21,14 +20,6 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes ano
 Fixture = Callable[..., Any]
 MALLORY = 60_002
 FILES, RINGS, SPANS = 3_000, 40, 5_000
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory that all users can enter, unlike pytest's; name it before what writes to it."""
-    with tempfile.TemporaryDirectory(dir=node_directory.MEMORY) as scratch:
-        Path(scratch).chmod(0o755)
-        yield Path(scratch)
 
 
 def attack(rings: Path) -> None:
@@ -69,9 +60,9 @@ def identity(job: str, rank: int) -> Identity:
 
 
 def test_the_spans_of_a_rank_arrive_while_another_user_attacks(
-    memory: Path, start_agent: Fixture, server: Any, make_rank: Fixture, wait_for: Fixture
+    open_directory: Path, start_agent: Fixture, server: Any, make_rank: Fixture, wait_for: Fixture
 ) -> None:
-    directory = memory / "node"
+    directory = open_directory / "node"
     start_agent("--node-directory", str(directory))
     wait_for(lambda: server.batches)
     rank = make_rank(directory, 0)

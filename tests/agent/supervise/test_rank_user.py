@@ -11,8 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import pytest
 
 from paceline_agent.errors import SettingsError
 from paceline_agent.supervise.rank_user import find_rank_user
-from paceline_wire import node_directory
 from paceline_wire.batch import RankExited, RankStarted
 from tests.agent.command_factory import start_ranks, stop
 
@@ -31,14 +29,6 @@ ROOT = Path(__file__).parents[3]
 NOBODY = pwd.getpwnam("nobody")
 STATUS = ["grep", "-E", "^(Uid|Gid|Groups|Cap|NoNew)", "/proc/self/status"]
 NO_CAPABILITIES = dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"), "0" * 16)
-
-
-@pytest.fixture
-def open_directory() -> Iterator[Path]:
-    """A directory that all users can enter, unlike pytest's."""
-    with tempfile.TemporaryDirectory(dir=node_directory.MEMORY) as scratch:
-        Path(scratch).chmod(0o755)
-        yield Path(scratch)
 
 
 @pytest.fixture

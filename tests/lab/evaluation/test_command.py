@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +228,15 @@ def test_a_continued_repair_arm_plays_only_the_faults_that_are_left(
     ) -> None:
         results += [played(trial, "torchrun") for trial in trials]
 
-    monkeypatch.setattr(RepairCluster, "running", lambda cluster: contextlib.nullcontext())
+    @contextlib.contextmanager
+    def running(cluster: RepairCluster) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            cluster.close()
+            cluster.remove_logs()
+
+    monkeypatch.setattr(RepairCluster, "running", running)
     monkeypatch.setattr(RepairArm, "_play_all", play_all)
     monkeypatch.setattr(torchrun, "play_all", play_baseline)
     output = tmp_path / "part.json"
