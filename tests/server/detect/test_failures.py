@@ -203,9 +203,7 @@ def test_a_connection_lost_at_the_end_of_training_is_not_blamed_on_those_that_fi
     assert [found.rank for found in all_nodes_report(job)] == [7]
 
 
-@pytest.mark.parametrize(
-    ("number", "name"), [(9, "SIGKILL"), (15, "SIGTERM"), (1, "SIGHUP"), (2, "SIGINT")]
-)
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (15, "SIGTERM"), (1, "SIGHUP")])
 def test_nobody_is_blamed_when_all_ranks_are_killed_at_once(job, number, name):
     for rank in job.ranks:
         job.exit(rank, signal=number, at_ns=job.now_ns + rank * 10**7)
@@ -346,6 +344,35 @@ def test_ranks_that_take_longer_to_end_on_request_are_named_as_soon_as_the_last_
     [found] = tick(job)
     assert found.summary == "All 8 ranks were stopped on request: torchrun received SIGINT."
     assert (found.severity, found.advice) == ("info", None)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"signal": 2},
+        {"exit_code": 130},
+        {"exit_code": 1, "log_tail": f"{RAISED.partition('ValueError')[0]}KeyboardInterrupt"},
+    ],
+)
+def test_ranks_that_all_end_by_ctrl_c_were_stopped(job, how):
+    job.exit(3, **how)
+    assert tick(job, 0.5) == []
+    for rank in {*job.ranks} - {3}:
+        job.exit(rank, **how)
+    [found] = all_nodes_report(job)
+    assert (found.cause, found.rank, found.ranks) == ("stopped on request", None, [*job.ranks])
+    assert found.summary == "All 8 ranks were stopped on request: Ctrl-C (SIGINT)."
+    assert (found.severity, found.advice) == ("info", None)
+
+
+def test_one_rank_that_sigint_ends_is_a_failure_until_all_have_ended_so(job):
+    job.exit(3, signal=2)
+    assert [found.summary for found in all_nodes_report(job)] == [
+        "Rank 3 (node-1) was killed by SIGINT."
+    ]
+    for rank in {*job.ranks} - {3}:
+        job.exit(rank, signal=2)
+    assert [found.cause for found in tick(job)] == ["stopped on request"]
 
 
 @pytest.mark.parametrize("signal", [15, None])

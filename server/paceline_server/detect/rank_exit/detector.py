@@ -45,6 +45,7 @@ from paceline_server.detect.rank_exit.ending import (
     has_aborted_itself,
     has_mismatch,
     is_cause,
+    is_interrupt,
     is_unknown,
     predicate,
     signal_name,
@@ -109,6 +110,10 @@ class ExitDetector(Detector):
         if observation.exits:
             self._find_ended_ranks()
         self._oom_kills.add(observation)
+        if self._is_interrupted():
+            self._requested |= self._abnormal
+            self._abnormal.clear()
+            self._reported_rank = None
         if self._requested and not any(map(is_cause, self._abnormal.values())):
             return self._stopped_on_request(observation)
         if not self._abnormal:
@@ -147,6 +152,13 @@ class ExitDetector(Detector):
                 view = live.state.view
                 if view.status == "joining" or communication_frames(view):
                     self._waiting_ranks.add(rank)
+
+    def _is_interrupted(self) -> bool:
+        """Return whether Ctrl-C ended all ranks that had not finished."""
+        ended = self._abnormal.keys() | self._finished.keys()
+        return len(ended) == self.generation.topology.world_size and all(
+            is_interrupt(reported.event) for reported in self._abnormal.values()
+        )
 
     def _find_ended_ranks(self) -> None:
         """Find the ranks that ended by SIGTERM, or in an unknown way, after a collective of another
@@ -293,6 +305,9 @@ class ExitDetector(Detector):
         settings = self.settings
         if is_cause(first) and all(each.event.renewable for each in self._abnormal.values()):
             return False  # the other ranks wait; what explains the exit may be added later
+        decided_ns = first.received_ns + int(settings.first_exit_seconds * 1e9)
+        if is_interrupt(first.event) and observation.now_ns < decided_ns:
+            return True  # the others may be ending by Ctrl-C, too
         if is_cause(first):
             if self._oom_kills.may_arrive(first, observation, settings.kernel_log_seconds):
                 return True
@@ -300,7 +315,6 @@ class ExitDetector(Detector):
                 return True
             if self._reported_rank is not None or len(self._alike(first)) == 1:
                 return False
-        decided_ns = first.received_ns + int(settings.first_exit_seconds * 1e9)
         if observation.now_ns < decided_ns:
             return True
         ended_ns = first.received_ns + int(settings.ending_seconds * 1e9)
@@ -475,8 +489,8 @@ class ExitDetector(Detector):
         )
 
     def _stopped_on_request(self, observation: Observation) -> list[Finding]:
-        """Report the ranks whose agents were shut down, or whose torchrun a signal asked to end,
-        after all have ended, or those of all nodes had time to end."""
+        """Report the ranks whose agents were shut down, whose torchrun a signal asked to end, or
+        that Ctrl-C ended, after all have ended, or those of all nodes had time to end."""
         world_size = self.generation.topology.world_size
         ended = self._requested.keys() | self._abnormal.keys() | self._finished.keys()
         newest_ns = max(exited.received_ns for exited in self._requested.values())
@@ -490,8 +504,12 @@ class ExitDetector(Detector):
         is_all = 1 < len(ranks) == world_size
         subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"
         verb = "was" if len(ranks) == 1 else "were"
-        number = self._requested[ranks[0]].event.launcher_signal
-        if number is None:
+        event = self._requested[ranks[0]].event
+        number = event.launcher_signal
+        if number is None and not event.drained:
+            number = signal.SIGINT
+            why, evidence = "Ctrl-C (SIGINT)", "nodes whose ranks ended by Ctrl-C"
+        elif number is None:
             agents = f"agent of {nodes[0]} was" if len(nodes) == 1 else "agents of their nodes were"
             why, evidence = f"the {agents} shut down", "agents that were shut down"
         else:

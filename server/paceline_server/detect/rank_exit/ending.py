@@ -29,6 +29,13 @@ def is_unknown(event: RankExited) -> bool:
     return event.exit_code is None and event.signal is None
 
 
+def is_interrupt(event: RankExited) -> bool:
+    """Return whether the process ended because of Ctrl-C."""
+    if event.exit_code == 1:
+        return error_line(event.log_tail).startswith(KeyboardInterrupt.__name__)
+    return event.signal == signal.SIGINT or event.exit_code == 128 + signal.SIGINT
+
+
 def is_cause(reported: ReportedExit) -> bool:
     """Return whether the exit is not the consequence of another one.
 
