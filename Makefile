@@ -15,16 +15,18 @@ ONLY ?=
 # Tests and demo start hundreds of processes; bytecode caches make each start faster.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check bench campaign audit fix clean lint types web unit browser goldens
+.PHONY: demo test check bench campaign audit fix clean lint types web unit alone others browser goldens
 
 demo: $(READY)
 	@exec $(BIN)/paceline demo --exit-with-parent $(ARGS)
 
-test: check unit
+# The checks run beside the tests, which wait for a part of the time. The output of each stays together.
+test: $(READY) $(WEB_READY) browser
+	@$(MAKE) --no-print-directory alone
+	@$(MAKE) --no-print-directory --jobs 3 others check
 
-# The three use one core each for half a minute; output of each stays together.
 check: $(READY) $(WEB_READY)
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types web lint
+	@$(MAKE) --no-print-directory --output-sync=target $(if $(findstring -j,$(MAKEFLAGS)),,--jobs 2) types web lint
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -37,9 +39,15 @@ types: $(READY)
 web: $(WEB_READY)
 	cd web && npm run --silent check && npm run --silent lint && npm run --silent test && npm run --silent verify
 
-# The first run is of one process: it caches the compiled test files for the parallel ones.
 unit: $(READY) browser
+	@$(MAKE) --no-print-directory alone
+	@$(MAKE) --no-print-directory others
+
+# One process: it also caches the compiled test files for the parallel ones.
+alone: $(READY)
 	$(BIN)/pytest -m "alone and not campaign"
+
+others: $(READY)
 	$(BIN)/pytest -m "not campaign and not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 bench: $(READY)
