@@ -342,9 +342,27 @@ def test_a_group_that_is_first_seen_late_is_watched_from_then_on(every, steps):
     assert "The all_gather of ranks 1, 3, 5, 7" in found.summary
     assert found.onset_step == 20 + 20 * every
     # A rare transfer rarely has a cost, which counts as a share of all steps.
-    assert found.cost_ratio == pytest.approx(19 * 0.01 / 0.6 / every, rel=0.5)
+    assert found.cost_ratio == pytest.approx(19 * 0.01 / 0.6 / every, rel=0.2)
     run.slow_late_groups = {}
     assert named(run.advance(10 * every)) == [(None, found.node, True)]
+
+
+def test_a_transfer_of_short_steps_costs_a_share_of_all_steps():
+    run = watched(Topology(4, 2, 2), 10)
+    run.late_from, run.late_every = 20, 3
+
+    def advance(steps: int) -> list[Finding]:
+        found = []
+        for _ in range(steps):
+            is_short = run.step >= 20 and (run.step - 20) % 3 == 0
+            run.slow = dict.fromkeys(range(16), 0.1 if is_short else 1.0)
+            found += run.advance(1)
+        return found
+
+    advance(80)
+    run.slow_late_groups = {1: 20.0}
+    [found] = advance(30)
+    assert found.cost_ratio == pytest.approx(19 * 0.01 / 0.6 / 3, rel=0.2)
 
 
 def test_groups_that_are_first_seen_late_are_healthy():

@@ -160,7 +160,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         self._seconds: deque[Floats] = deque(maxlen=KEPT)
         self._negligible_seconds = max(NEGLIGIBLE_SHARE * step_seconds, 1e-6)
         self._steps: deque[_LaneStep] = deque(maxlen=KEPT)
-        self._usual_step_seconds = math.nan
+        self._usual_interval = math.nan  # seconds
 
     def update(
         self, timing: StepTiming, seconds: Floats, observation: Observation
@@ -175,14 +175,18 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         step_seconds = float(np.median(timing.ranks.step_seconds))
         self._steps.append(_LaneStep(timing.step, int(timing.ranks.start_ns.min()), step_seconds))
         if len(self._steps) <= BASELINE_STEPS:
-            self._usual_step_seconds = float(np.median([step.seconds for step in self._steps]))
+            self._usual_interval = self._interval(BASELINE_STEPS)
         self._seconds.append(seconds)
         self._levels.push(np.log(seconds + self._negligible_seconds))
 
-    def _share(self, seconds: float, step_seconds: float) -> float:
-        """Return the cost as a share of the job's time; the family does not occur in every step."""
-        steps = self._steps[-1].number - self._steps[0].number + 1
-        return seconds / max(step_seconds, 1e-9) * min(len(self._steps) / max(steps, 1), 1.0)
+    def _interval(self, steps: int) -> float:
+        """Return the seconds from one of the newest `steps` to the next in which the family occurs.
+
+        Transfers of rare steps cost the job a smaller share of its time than of these steps.
+        """
+        recent = list(self._steps)[-steps:]
+        begins = [step.started_ns for step in recent]
+        return float(np.median(np.diff([*begins, recent[-1].ended_ns]))) / 1e9
 
     # New rises
 
@@ -264,7 +268,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
     def _matters(self, lane: int, steps: int) -> bool:
         """Return whether the lane became slow enough and costs enough to be reported."""
         usual, now = self._before_and_after((lane,), steps)
-        share = self._share(now - usual, self._usual_step_seconds)
+        share = (now - usual) / max(self._usual_interval, 1e-9)
         least = self._detector.policy.slow_link_slowdown
         return share >= self._detector.settings.cost_ratio and now >= least * usual
 
@@ -361,8 +365,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
     def _cost_ratio(self, extra_seconds: float, speedup: float | None) -> float:
         if (cost := cost_of(speedup)) is not None:
             return cost
-        recent = [step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]
-        return min(max(self._share(extra_seconds, float(np.median(recent))), 0.0), 1.0)
+        interval = max(self._interval(FOLLOWED_STEPS), 1e-9)
+        return min(max(extra_seconds / interval, 0.0), 1.0)
 
     def is_certain(self, reported: _ReportedRoute, now_ns: int, observation: Observation) -> bool:
         """Return whether it is still slow, and more so than hosts whose tasks wait for CPUs.
