@@ -101,3 +101,6 @@ class Launcher(Protocol):
     def begin(self, request: LaunchRequest, seen: ShownRequest) -> None:
         """Do the next external action, if one is due. Raises LauncherError."""
         ...
+
+    def close(self) -> None:
+        """Close what is open to the launcher."""

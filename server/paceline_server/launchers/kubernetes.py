@@ -260,6 +260,9 @@ class KubernetesLauncher:
             )
         )
 
+    def close(self) -> None:
+        self._api.close()
+
     @classmethod
     def recognize(cls, metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
         """Return the launch of ranks that all report the same JobSet and number of restarts."""

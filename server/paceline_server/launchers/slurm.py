@@ -125,6 +125,9 @@ class SlurmLauncher:
         """Return the backend."""
         return cls()
 
+    def close(self) -> None:
+        """Do nothing: each command has its own connection."""
+
     @classmethod
     def recognize(cls, metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
         """Return the launch of ranks that all report the same job and number of requeues."""

@@ -103,6 +103,9 @@ class TorchrunLauncher:
         """Return the backend."""
         return cls(parts.database)
 
+    def close(self) -> None:
+        """Do nothing: its commands are rows of the database."""
+
     @classmethod
     def recognize(cls, metadata: Mapping[str, Mapping[str, str]]) -> Launch | None:
         """Return the launch of ranks of one torchrun that may restart them (--max-restarts).

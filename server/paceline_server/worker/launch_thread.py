@@ -91,6 +91,8 @@ class LaunchThread(LeasedThread):
                 self._stop.wait(0.05)
                 seen = self._signals.changes.wait(seen, _POLL_SECONDS)
         self._release()
+        for launcher in self._launchers.values():
+            launcher.close()
 
     def run_pass(self) -> bool:
         """Bring each request that is due one action closer; return whether one is on its way.

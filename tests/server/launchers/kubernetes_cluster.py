@@ -331,11 +331,12 @@ class KubernetesCluster:
             return
         gone = [pod for pod in current if "deletionTimestamp" in pod["metadata"]]
         in_place = policy.get("restartStrategy") == "InPlaceRestart"
-        if in_place and gone:
-            count = status.get("currentInPlaceRestartAttempt", 0) + 1
-            status["currentInPlaceRestartAttempt"] = count
+        count = status.get("currentInPlaceRestartAttempt", 0)
+        if in_place and any(pod["metadata"]["annotations"][IN_PLACE] == str(count) for pod in gone):
+            status["currentInPlaceRestartAttempt"] = count + 1
             for pod in current:
-                pod["metadata"]["annotations"][IN_PLACE] = str(count)
+                if pod not in gone:
+                    pod["metadata"]["annotations"][IN_PLACE] = str(count + 1)
             self.put("jobsets", jobset)
         self._end(gone)
         self._start_missing(jobset, [pod for pod in current if pod not in gone], in_place)

@@ -24,7 +24,7 @@ from paceline_wire.local_token import read_token, token_path
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
-RANK = Path(__file__).with_name("slurm_rank.py")
+RANK = Path(__file__).with_name("counting_rank.py")
 
 
 @pytest.fixture
@@ -51,8 +51,10 @@ class SlurmTraining:
             f"#!/bin/bash\n#SBATCH -N{nodes} --ntasks-per-node=1 --exclusive {options}\n"
             f"#SBATCH -o {directory}/output\n"
             "export PACELINE=1\n"
-            "srun --kill-on-bad-exit=1 bash -c 'PACELINE_RING_DIRECTORY="
-            f"{rings}/$SLURMD_NODENAME/rings exec {sys.executable} {RANK} {directory} {step}'\n"
+            "srun --kill-on-bad-exit=1 bash -c 'TEST_RUN=${SLURM_RESTART_COUNT:-0} "
+            "TEST_RANK=$SLURM_PROCID TEST_RANKS=$SLURM_NTASKS TEST_NODE=$SLURMD_NODENAME "
+            f"PACELINE_RING_DIRECTORY={rings}/$SLURMD_NODENAME/rings "
+            f"exec {sys.executable} {RANK} {directory} {step}'\n"
         )
         self.id = slurm.submit(script)
         self.name = f"slurm-{self.id}"

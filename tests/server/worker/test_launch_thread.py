@@ -45,6 +45,9 @@ class ReadyLauncher:
     def begin(self, _request: LaunchRequest, _seen: ShownRequest) -> None:
         raise AssertionError("there is nothing to begin")
 
+    def close(self) -> None:
+        pass
+
 
 class UnreadableLauncher(ReadyLauncher):
     """A launcher whose answer the backend cannot read."""

@@ -1,8 +1,10 @@
-"""A rank of a Slurm job: counts steps in a file, which it resumes from.
+"""A rank of a job, one per node: counts steps in a file, which it resumes from.
 
-slurm_rank.py DIRECTORY STEP_SECONDS [gloo]
+counting_rank.py DIRECTORY STEP_SECONDS [gloo]
 
-A node is twice as slow while the file DIRECTORY/slow-NODE exists.
+TEST_RUN is the number of earlier starts of the job, TEST_RANK and TEST_NODE are the place of this
+rank, TEST_RANKS is the number of ranks. A node is twice as slow while the file DIRECTORY/slow-NODE
+exists.
 """
 
 from __future__ import annotations
@@ -15,12 +17,11 @@ from pathlib import Path
 import paceline
 
 directory, step_seconds = Path(sys.argv[1]), float(sys.argv[2])
-rank = int(os.environ["SLURM_PROCID"])
+run, node, rank = os.environ["TEST_RUN"], os.environ["TEST_NODE"], int(os.environ["TEST_RANK"])
 state = directory / "step"
-slow = directory / f"slow-{os.environ['SLURMD_NODENAME']}"
+slow = directory / f"slow-{node}"
 with (directory / "starts").open("a") as starts:  # each start of each rank, to count them
-    requeues = os.environ.get("SLURM_RESTART_COUNT", "0")
-    starts.write(f"{requeues} {rank} {os.environ['SLURMD_NODENAME']} {os.getpid()}\n")
+    starts.write(f"{run} {rank} {node} {os.getpid()}\n")
 
 if "gloo" in sys.argv:
     import torch
@@ -28,9 +29,9 @@ if "gloo" in sys.argv:
 
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{directory}/store-{requeues}",
+        init_method=f"file://{directory}/store-{run}",
         rank=rank,
-        world_size=int(os.environ["SLURM_NTASKS"]),
+        world_size=int(os.environ["TEST_RANKS"]),
     )
 
 paceline.init()
