@@ -528,6 +528,15 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     assert Script(tmp_path).train(6).state.resumed_step == 4
 
 
+def test_a_checkpoint_that_was_copied_to_another_directory_is_continued(tmp_path: Path) -> None:
+    for batches in (2, 4, 6):  # three generations
+        Script(tmp_path / "first", keep=2).train(batches)
+    for path in (tmp_path / "first").glob("step-*"):
+        shutil.copytree(path, tmp_path / "second" / path.name)
+    assert Script(tmp_path / "second", keep=2).train(9).state.resumed_step == 6
+    assert Script(tmp_path / "second", keep=2).train(9).state.resumed_step == 8
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     Script(tmp_path).train(3)
     with pytest.raises(OtherRunError, match=r"model.weight has shape \[2, 3\]"):

@@ -63,9 +63,14 @@ def saved_checkpoints(directory: Path, *, committed: bool = True) -> list[Saved]
 
 
 def newest_generation(directory: Path) -> int | None:
-    """Return the newest generation that has claimed the directory; None: none has."""
+    """Return the newest generation that has used the directory; None: none has.
+
+    Checkpoints count, too: copied to another directory, they have no claims.
+    """
     claims = (_CLAIM.fullmatch(path.name) for path in directory.glob("generation-*"))
-    return max((int(match[1]) for match in claims if match), default=None)
+    claimed = [int(match[1]) for match in claims if match]
+    saved = [each.generation for each in saved_checkpoints(directory, committed=False)]
+    return max(claimed + saved, default=None)
 
 
 def claim(directory: Path, generation: int) -> None:
