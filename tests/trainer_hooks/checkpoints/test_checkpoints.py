@@ -545,6 +545,15 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         Script(tmp_path, more=Counter()).train(3)
 
 
+def test_a_job_that_is_refused_leaves_the_directory_to_the_one_that_trains(tmp_path: Path) -> None:
+    first = Script(tmp_path).train(2)
+    with pytest.raises(OtherRunError):
+        Script(tmp_path, model=nn.Linear(4, 2)).train(3)
+    first.state.step = 4
+    first.state.save()
+    assert first.state.wait()
+
+
 def test_a_checkpoint_with_more_than_the_script_has_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from paceline import hooks, requests
 from paceline.agreement import Agreement, Request, store_of_process_group
-from paceline.checkpoints.errors import CheckpointError
+from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.interval import CheckpointInterval
 from paceline.checkpoints.layout import Saved, claim_next, run_of, saved_checkpoints
 from paceline.checkpoints.memory.captures import Captures
@@ -606,7 +606,11 @@ class Checkpoints:
         else:
             found = self._found
             assert found is not None, "the position is from there"
-            loaded = StoredState(self._checkpointer, found).restore(self._parts)
+            try:
+                loaded = StoredState(self._checkpointer, found).restore(self._parts)
+            except OtherRunError:
+                self._checkpointer.withdraw()
+                raise
             world_size = found.world_size
             self.step = self.resumed_step = found.step
             self._checkpointer.resumed(found)

@@ -100,6 +100,11 @@ def claim_next(directory: Path) -> int:
         return generation
 
 
+def withdraw(directory: Path, generation: int) -> None:
+    """Withdraw the claim of a generation that has saved nothing."""
+    (directory / f"generation-{generation:08}").unlink()
+
+
 def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -133,7 +138,8 @@ def refuse_if_outdated(directory: Path, generation: int) -> None:
     if newest is not None and newest > generation:
         raise CheckpointError(
             f"generation {newest} has taken over {directory}; generation {generation} may no "
-            "longer write to it"
+            "longer write to it. If another job was started with this directory, give each one "
+            "its own"
         )
 
 
@@ -159,7 +165,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads(content)
     if manifest["version"] != VERSION:
         raise UnreadableError(
-            f"{path} has version {manifest['version']}, this Paceline reads {VERSION}"
+            f"{path} has version {manifest['version']}, this Paceline reads {VERSION}: use the "
+            "release that wrote it"
         )
     return manifest
 

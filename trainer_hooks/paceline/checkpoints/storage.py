@@ -65,6 +65,7 @@ from paceline.checkpoints.layout import (
     refuse_if_outdated,
     saved_checkpoints,
     set_aside,
+    withdraw,
 )
 from paceline.checkpoints.metadata import SafeReader
 from paceline.checkpoints.rank_group import RankGroup, reason_of
@@ -208,6 +209,12 @@ class Checkpointer:
         """Begin no further save. One in progress is not committed: other ranks are gone."""
         self._broken = "the generation ended"
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def withdraw(self) -> None:
+        """Save nothing, and leave the directory to the job that saved there and may still train."""
+        self.abandon()
+        if self.peers.rank == 0:
+            self.peers.attempt(partial(withdraw, self.directory, self.generation))
 
     def close(self) -> None:
         self.wait()
