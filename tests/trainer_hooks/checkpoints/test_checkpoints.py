@@ -528,6 +528,26 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     assert Script(tmp_path).train(6).state.resumed_step == 4
 
 
+def test_a_loader_of_another_length_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(batch_size: int) -> None:
+        script = Script(tmp_path, every=1)
+        loader = torch.utils.data.DataLoader(range(12), batch_size)  # type: ignore[arg-type]
+        for _ in paceline.steps(loader, state=script.state):
+            script.model(torch.ones(3)).sum().backward()
+            script.optimizer.step()
+            if script.state.batches == 2:
+                break
+        script.state.wait()
+
+    run(batch_size=2)
+    run(batch_size=2)
+    assert "The loader has" not in caplog.text
+    run(batch_size=4)
+    assert "The loader has 3 batches, and had 6 at step 1." in caplog.text
+
+
 def test_a_checkpoint_that_was_copied_to_another_directory_is_continued(tmp_path: Path) -> None:
     for batches in (2, 4, 6):  # three generations
         Script(tmp_path / "first", keep=2).train(batches)
@@ -539,7 +559,7 @@ def test_a_checkpoint_that_was_copied_to_another_directory_is_continued(tmp_path
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     Script(tmp_path).train(3)
-    with pytest.raises(OtherRunError, match=r"model.weight has shape \[2, 3\]"):
+    with pytest.raises(OtherRunError, match=r"model.weight has shape \[2, 3\] .* use another dir"):
         Script(tmp_path, model=nn.Linear(4, 2)).train(3)
     with pytest.raises(OtherRunError, match="has no state 'more'; it has model, optimizer"):
         Script(tmp_path, more=Counter()).train(3)

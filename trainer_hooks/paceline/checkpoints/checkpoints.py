@@ -40,7 +40,7 @@ from paceline.checkpoints.parts import (
     optimizers_of,
     part_of,
 )
-from paceline.checkpoints.position import DataPosition, has_begun
+from paceline.checkpoints.position import DataPosition, batches_of, has_begun
 from paceline.checkpoints.random_states import RandomStates
 from paceline.checkpoints.rank_group import RankGroup, reason_of
 from paceline.checkpoints.replicas import ReplicaCheck, replica_sets
@@ -583,6 +583,8 @@ class Checkpoints:
                 self._saved_position = saved  # again, after what the script does between epochs
                 return iter(())
             return self._position.begin(loader)
+        if is_same_rank:
+            self._warn_if_of_another_length(loader, saved["began_with"].get("length"))
         return self._position.resume(
             loader,
             saved,
@@ -634,6 +636,18 @@ class Checkpoints:
                 "too, before paceline.steps.",
                 own,
                 trained,
+                self.step,
+            )
+
+    def _warn_if_of_another_length(self, loader: Iterable[Any], had: int | None) -> None:
+        has = batches_of(loader)
+        if None not in (had, has) and had != has and self._checkpointer.peers.rank == 0:
+            _log.warning(
+                "The loader has %d batches, and had %d at step %d. The position in the data is a "
+                "number of batches: if their size or the data set is another one, samples of this "
+                "epoch are left out or taken twice.",
+                has,
+                had,
                 self.step,
             )
 

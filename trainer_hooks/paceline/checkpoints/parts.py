@@ -373,7 +373,8 @@ class OptimizerPart(_Base):
         if saved and missing and unknown:
             raise OtherRunError(
                 f"the checkpoint is of another kind of optimizer: {type(self.value).__name__} has "
-                f"the options {sorted(missing)}, which it lacks, and it has {sorted(unknown)}"
+                f"the options {sorted(missing)}, which it lacks, and it has {sorted(unknown)}: "
+                f"{REMEDY}"
             )
 
     def restore(self, tensors: Mapping[str, Tensor], rest: Any) -> None:
@@ -384,7 +385,7 @@ class OptimizerPart(_Base):
         saved = {name: group for group in tree["groups"] for name in group["params"]}
         missing = [name for name in numbers if name not in saved]
         if missing:
-            raise OtherRunError(f"the checkpoint has no optimizer state of {missing[0]}")
+            raise OtherRunError(f"the checkpoint has no optimizer state of {missing[0]}: {REMEDY}")
         state = self.value.state_dict()
         names = list(parameters)
         groups = [
@@ -438,6 +439,7 @@ LATE_PARTS = (
     "What the script adds while it trains (add_param_group), it has to add at a resume, too, "
     "before paceline.steps"
 )
+REMEDY = "use another directory, or the same model and optimizer"
 HAS_NAMES = (ModulePart, OptimizerPart)  # each tensor is one of this script's own
 
 

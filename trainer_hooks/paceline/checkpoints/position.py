@@ -80,6 +80,7 @@ class DataPosition:
         self._began_with = {
             "random": RandomStates().state_dict(),
             "generators": [each.get_state() for each in _generators(loader, *self.loaders)],
+            "length": batches_of(loader),
             "has_iterator": [_has_iterator(each) for each in (loader, *self.loaders)],
         }
         return iter(loader)
@@ -139,6 +140,15 @@ def has_begun(iterable: object) -> bool:
     is_iterator = isinstance(iterable, _BaseDataLoaderIter)
     reads_ahead = is_iterator and not isinstance(iterable, _SingleProcessDataLoaderIter)
     return reads_ahead or any(map(has_begun, held))
+
+
+def batches_of(loader: object) -> int | None:
+    """Return the number of batches of an epoch of a DataLoader; None: unknown."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    try:
+        return len(sampler)
+    except Exception:  # an iterable data set has none, and a sampler of the script may fail
+        return None
 
 
 def _has_iterator(loader: Any) -> bool:

@@ -17,6 +17,7 @@ from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.parts import (
     HAS_NAMES,
     LATE_PARTS,
+    REMEDY,
     ModulePart,
     OptimizerPart,
     StatePart,
@@ -79,7 +80,7 @@ class StoredState:
             if not found:
                 raise OtherRunError(
                     f"{self._found.path} has no state {name!r}; it has "
-                    f"{', '.join(sorted(self._part_names()))}"
+                    f"{', '.join(sorted(self._part_names()))}: {REMEDY}, without {name!r}"
                 )
         rests = self._read_rests(names)
         whole = {
@@ -100,7 +101,7 @@ class StoredState:
                 part.restore(targets[name], whole[name])
             except (KeyError, RuntimeError, ValueError) as error:
                 raise OtherRunError(
-                    f"the state {name!r} in {self._found.path} does not fit: {error}"
+                    f"the state {name!r} in {self._found.path} does not fit: {error}: {REMEDY}"
                 ) from error
         return set(wanted)
 
@@ -133,8 +134,7 @@ class StoredState:
         every = self._checkpointer.peers.gather(unused)
         if lost := set(unused).intersection(*every):
             raise OtherRunError(
-                f"{self._found.path} has a tensor {min(lost)}, and this script has none: use "
-                "another directory, or the same model and optimizer"
+                f"{self._found.path} has a tensor {min(lost)}, and this script has none: {REMEDY}"
             )
 
     def _part_names(self) -> set[str]:
@@ -177,11 +177,11 @@ class StoredState:
             stored = variants[0] if variants else None
         metadata = None if stored is None else found.metadata.state_dict_metadata.get(stored)
         if stored is None or not isinstance(metadata, TensorStorageMetadata):
-            raise OtherRunError(f"{found.path} has no tensor {full}")
+            raise OtherRunError(f"{found.path} has no tensor {full}: {REMEDY}")
         if metadata.size != tensor.size():
             raise OtherRunError(
                 f"{full} has shape {list(metadata.size)} in {found.path}, and "
-                f"{list(tensor.size())} here"
+                f"{list(tensor.size())} here: {REMEDY}"
             )
         return stored
 
