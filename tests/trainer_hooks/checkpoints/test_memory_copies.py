@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoints.layout import RUN
+from paceline.checkpoints.layout import run_of
 from paceline.checkpoints.memory.directory import CopyDirectory, CopyName
 
 PROGRAM = Path(__file__).with_name("copied_run.py")
@@ -62,7 +62,7 @@ class CopiedJob:
         return self.directory / f"memory-{rank % self.nodes}"
 
     def copies(self, rank: int) -> CopyDirectory:
-        run = (self.directory / "checkpoints" / RUN).read_text()
+        run = run_of(self.directory / "checkpoints")
         return CopyDirectory(self.memory(rank), run)
 
     def newest(self, rank: int) -> Path:

@@ -1,6 +1,6 @@
 """The checkpoint directory: names, claims, and the manifest that commits a checkpoint.
 
-    DIRECTORY/run                             identity of the directory, for copies in memory
+    DIRECTORY/run                             random number, for copies in memory
     DIRECTORY/generation-00000003             claim: generation 3 uses the directory
     DIRECTORY/step-00000040.generation-00000003/
         *.distcp, .metadata                   as torch.distributed.checkpoint writes them
@@ -116,9 +116,9 @@ def _make(directory: Path) -> None:
 
 
 def run_of(directory: Path) -> str:
-    """Return the identity of the directory; give it one if it has none.
+    """Return the identity of the directory, of which its file `run` is a part.
 
-    A directory that was deleted and created again has another one.
+    A directory that was deleted and created again has another one, and so has a copy of it.
     """
     path = directory / RUN
     if not path.exists():
@@ -129,7 +129,7 @@ def run_of(directory: Path) -> str:
             f"{path} is damaged, or not Paceline's: move it away while no job uses the directory, "
             "or name another directory"
         )
-    return content.decode()
+    return hashlib.sha256(content + os.fsencode(directory.resolve())).hexdigest()[:32]
 
 
 def refuse_if_outdated(directory: Path, generation: int) -> None:

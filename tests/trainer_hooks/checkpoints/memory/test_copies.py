@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import shutil
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.checkpoints.errors import OtherRunError
-from paceline.checkpoints.layout import RUN, saved_checkpoints
+from paceline.checkpoints.layout import run_of, saved_checkpoints
 from paceline.checkpoints.memory import schedule, slots
 from paceline.checkpoints.memory.captures import Captures
 from paceline.checkpoints.memory.copies import MemoryCopies, _JobRanks
@@ -127,6 +128,15 @@ def test_all_kinds_of_tensors_are_restored(tmp_path: Path) -> None:
     assert second["table"]["rows"].tolist() == [1, 1]
     assert second["table"]["names"] == ["c"]
     assert second["generator"].get_state().equal(first["generator"].get_state())
+
+
+def test_a_copied_directory_has_copies_of_its_own(tmp_path: Path) -> None:
+    CopiedScript(tmp_path / "saved", every=3).train(5).interrupt()
+    shutil.copytree(tmp_path / "saved", tmp_path / "branch")
+    branch = CopiedScript(tmp_path / "branch").train(9)
+    assert branch.resumed == ("disk", 3)
+    branch.interrupt()
+    assert CopiedScript(tmp_path / "saved").train(9).resumed == ("memory", 5)
 
 
 def test_copies_are_deleted_when_the_training_is_complete(tmp_path: Path, root: Path) -> None:
@@ -406,7 +416,7 @@ def test_a_training_that_the_script_drops_is_freed(tmp_path: Path, root: Path) -
     assert resumed == ("memory", 8), "after an error the script may train again"
     until(lambda: gc.collect() >= 0 and model() is None)
     train("second", 3)
-    runs = [(tmp_path / name / RUN).read_text() for name in ("first", "second")]
+    runs = [run_of(tmp_path / name) for name in ("first", "second")]
     assert [(root / run).exists() for run in runs] == [False, True]
 
 
@@ -476,7 +486,7 @@ def test_a_state_that_grows_is_copied_to_larger_files(tmp_path: Path) -> None:
 def test_the_directory_of_a_run_is_bounded(tmp_path: Path, root: Path) -> None:
     for steps in (9, 17, 33):
         script = CopiedScript(tmp_path / "saved").train(steps)
-        run = (tmp_path / "saved" / RUN).read_text()
+        run = run_of(tmp_path / "saved")
         files = list((root / run).iterdir())
         assert len(files) <= 4, "three, and the one that was loaded"
         script.interrupt()
