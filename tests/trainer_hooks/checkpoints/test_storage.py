@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -225,22 +226,42 @@ def test_a_full_disk_is_named_as_the_reason(
     assert "of step 8 was not committed: No space left on device: " in caplog.text
 
 
-def fill_disk(monkeypatch: pytest.MonkeyPatch, directory: Path, room: int) -> None:
+def test_an_error_of_the_file_system_is_named_as_the_reason(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer, limits = opened(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        checkpointer.save(8, {"large": torch.zeros(1 << 20)})
+        assert not checkpointer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "of step 8 was not committed: [Errno 27] File too large" in caplog.text
+
+
+def fill_disk(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, room: int, code: int = errno.ENOSPC
+) -> None:
     """Have the disk take no more than `room` checkpoints."""
     whole = storage.save
 
     def save_if_room(*args: object, **options: object) -> object:
         if len(saved_checkpoints(directory)) >= room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(code, os.strerror(code))
         return whole(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(storage, "save", save_if_room)
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_takes_no_more_than_are_kept_takes_each_new_one(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Open,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
 ) -> None:
-    fill_disk(monkeypatch, tmp_path, room=2)
+    fill_disk(monkeypatch, tmp_path, room=2, code=code)
     save(opened(keep=2), 1, 2, 3, 4)
     assert saved_checkpoints(tmp_path) == [Saved(0, 4), Saved(0, 3)]
     save(opened(1, keep=2), 5)  # a restart from a copy in memory

@@ -20,8 +20,10 @@ UnreadableError, so that the start fails on its node, and no file is changed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
+import os
 import socket
 import threading
 import warnings
@@ -76,6 +78,7 @@ _log = logging.getLogger(__name__)
 # Ranks that could read wait this long for the exit of those that could not, because the first rank
 # to exit determines the node at fault.
 _YIELD_SECONDS = 5.0
+_FULL = (NO_SPACE, os.strerror(errno.EDQUOT))
 
 State = Mapping[str, Tensor]
 Variants = dict[str, list[int | None]]  # by name: the rank that each rank's content is stored for
@@ -134,6 +137,21 @@ class Verified:
         """Return the names of all contents, once each if ranks differ."""
         variants = {each for name in self.variants for each in self.all_variants(name)}
         return set(self.metadata.state_dict_metadata) - variants | set(self.variants)
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer, whose errors are those of the file system.
+
+    Torch's zip writer raises one about a wrong position in the file instead.
+    """
+
+    def write_data(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().write_data(*args, **options)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 class Checkpointer:
@@ -330,7 +348,7 @@ class Checkpointer:
         variants = self._find_variants(state)
         named = {_name_of(name, peers.rank, variants): value for name, value in state.items()}
         failure = self._write_once(step, path, named, variants)
-        if failure is not None and NO_SPACE in failure:
+        if failure is not None and any(each in failure for each in _FULL):
             refusal = peers.on_rank_0(lambda: self._make_room(path))
             if refusal is None:
                 return self._write_once(step, path, named, variants)
@@ -344,7 +362,7 @@ class Checkpointer:
 
         def write() -> None:
             self._allow_alone()
-            writer = FileSystemWriter(path)
+            writer = _Writer(path)
             try:
                 save(
                     named,
