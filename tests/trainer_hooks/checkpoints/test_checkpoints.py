@@ -557,6 +557,16 @@ def test_a_checkpoint_that_was_copied_to_another_directory_is_continued(tmp_path
     assert Script(tmp_path / "second", keep=2).train(9).state.resumed_step == 8
 
 
+def test_a_restart_that_finds_no_checkpoint_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Script(tmp_path / "first").train(1)
+    assert "contains no checkpoint" not in caplog.text
+    monkeypatch.setenv("PACELINE_SAVED_STEP", "40")
+    Script(tmp_path / "second").train(1)
+    assert f"has saved step 40, and {tmp_path / 'second'} contains no checkpoint" in caplog.text
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     Script(tmp_path).train(3)
     with pytest.raises(OtherRunError, match=r"model.weight has shape \[2, 3\] .* use another dir"):

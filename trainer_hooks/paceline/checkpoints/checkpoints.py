@@ -552,8 +552,21 @@ class Checkpoints:
             self.resumed_from = "disk"
             stored = StoredState(self._checkpointer, found)
             self._saved_position = stored.tree(_POSITION)
-        elif self._copies is not None:
+            return
+        self._warn_if_one_was_saved()
+        if self._copies is not None:
             self._copies.resumed(None)
+
+    def _warn_if_one_was_saved(self) -> None:
+        """No error: a script may have several directories, or one for each phase."""
+        saved, checkpointer = os.environ.get("PACELINE_SAVED_STEP") or "0", self._checkpointer
+        if saved != "0" and checkpointer.peers.rank == 0:
+            _log.warning(
+                "The job has saved step %s, and %s contains no checkpoint: the training begins at "
+                "its first step. Is the shared directory mounted on the nodes?",
+                saved,
+                checkpointer.directory,
+            )
 
     def _search_copies(self) -> None:
         copies, peers = self._copies, self._checkpointer.peers
