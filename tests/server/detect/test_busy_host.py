@@ -102,6 +102,14 @@ def test_a_rank_of_a_busy_host_that_waits_the_longest_for_a_while_is_not_reporte
     assert [one.rank for one in found][:1] == [5], "it lasts"
 
 
+def test_a_rank_that_waits_much_more_than_is_usual_on_a_busy_host_is_reported_soon():
+    job = Waiting(StragglerDetector)
+    job.advance(40, 0.14)
+    occupied = {**dict.fromkeys(range(8), 0.15), 5: 0.55}
+    found = job.advance(4, occupied, slow={5: 1.4})
+    assert [(one.rank, one.cause) for one in found][:1] == [(5, "CPU contention")]
+
+
 def test_a_rank_that_is_left_without_a_cpu_for_some_seconds_is_not_reported():
     """Its peers wait for it, not for CPUs, so that the host does not look busy."""
     job = Waiting(StragglerDetector)

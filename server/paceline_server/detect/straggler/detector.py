@@ -89,6 +89,9 @@ NOTABLE_PAUSE = 0.02  # share of a step from which garbage collections do not co
 
 # A faster rise is no creep: noise can hide a step change for some short steps.
 _LEAST_CREEP_NS = 10_000_000_000
+# Accidental waits of a rank on a host that is busy anyway, as a multiple of the usual ones. What is
+# more has another reason, such as a process on its CPU.
+_LONGEST_WAITS = 2.0
 _CREEP_GROWTH = 1.5  # multiple of the reported excess from which a creep is reported again
 
 
@@ -240,7 +243,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         if share is not None and usual is not None and usual >= LEAST_SHARE:
             # One of the ranks that wait for CPUs may wait the longest for a while.
             own = wait_share_since(observation, self.generation, onset_ns, ranks)
-            explaining = max(share, own or 0.0)
+            explaining = max(share, min(own or 0.0, _LONGEST_WAITS * usual))
         seconds, slowdown = (now_ns - onset_ns) / 1e9, self.slowdown(reported)
         own_share = self._recent.own_share(reported, slowdown)
         if slowdown < largest_accident(explaining, seconds, own_share):
