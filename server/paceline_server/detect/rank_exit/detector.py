@@ -109,11 +109,11 @@ class ExitDetector(Detector):
             self._add(reported, observation)
         if observation.exits:
             self._find_ended_ranks()
+            if self._is_interrupted():
+                self._requested |= self._abnormal
+                self._abnormal.clear()
+                self._reported_rank = None
         self._oom_kills.add(observation)
-        if self._is_interrupted():
-            self._requested |= self._abnormal
-            self._abnormal.clear()
-            self._reported_rank = None
         if self._requested and not any(map(is_cause, self._abnormal.values())):
             return self._stopped_on_request(observation)
         if not self._abnormal:
