@@ -1,4 +1,4 @@
-"""A real Slurm cluster, and agents on its nodes."""
+"""A real Slurm cluster, and agents on nodes of this host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,13 @@ def slurm(wait_for: Callable[..., Any]) -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture
-def start_agents(
-    slurm: SlurmCluster, wait_for: Callable[..., Any]
-) -> Iterator[Callable[[str], Agents]]:
-    """Return a function that starts an agent on every node, for a server."""
+def start_agents(wait_for: Callable[..., Any]) -> Iterator[Callable[..., Agents]]:
+    """Return a function that starts an agent on each of the nodes, for a server."""
     started: list[Agents] = []
 
-    def start(url: str) -> Agents:
+    def start(url: str, nodes: Iterable[str]) -> Agents:
         agents = Agents(Path(tempfile.mkdtemp(prefix="paceline-agents-")), url)
-        for node in slurm.nodes:
+        for node in nodes:
             agents.start(node)
         started.append(agents)
         wait_for(agents.are_up, "the agents")

@@ -14,14 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+from training_files import TrainingFiles
+
 import paceline
 
 directory, step_seconds = Path(sys.argv[1]), float(sys.argv[2])
 run, node, rank = os.environ["TEST_RUN"], os.environ["TEST_NODE"], int(os.environ["TEST_RANK"])
-state = directory / "step"
-slow = directory / f"slow-{node}"
-with (directory / "starts").open("a") as starts:  # each start of each rank, to count them
-    starts.write(f"{run} {rank} {node} {os.getpid()}\n")
+files, slow = TrainingFiles(directory), directory / f"slow-{node}"
+files.add_start(run, rank, node)
 
 if "gloo" in sys.argv:
     import torch
@@ -35,13 +35,11 @@ if "gloo" in sys.argv:
     )
 
 paceline.init()
-begin = int(state.read_text() or 0) if state.exists() else 0
+begin = files.step()
 for step in paceline.steps(range(begin, 1_000_000), start=begin):
     time.sleep(step_seconds * (2 if slow.exists() else 1))
     if "gloo" in sys.argv:
         dist.all_reduce(torch.ones(4))
     if rank == 0:
-        temporary = state.with_suffix(".new")
-        temporary.write_text(str(step + 1))
-        temporary.rename(state)
+        files.save(step + 1)
         paceline.checkpoint_saved(step + 1)

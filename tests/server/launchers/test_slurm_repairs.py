@@ -16,6 +16,7 @@ import pytest
 from job_page import JobPage
 from slurm_cluster import SlurmCluster
 from sqlalchemy import select
+from training_files import TrainingFiles
 
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
@@ -32,7 +33,7 @@ def database_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/test.db"
 
 
-class SlurmTraining:
+class SlurmTraining(TrainingFiles):
     """A batch job with one rank per node."""
 
     def __init__(
@@ -44,7 +45,8 @@ class SlurmTraining:
         nodes: int = 2,
         options: str = "",
     ) -> None:
-        self.slurm, self.directory = slurm, directory
+        super().__init__(directory)
+        self.slurm = slurm
         script = directory / "train.sh"
         step = " ".join(["0.1", *arguments])
         script.write_text(
@@ -58,17 +60,6 @@ class SlurmTraining:
         )
         self.id = slurm.submit(script)
         self.name = f"slurm-{self.id}"
-
-    def starts(self) -> list[list[str]]:
-        """Return (requeues, rank, node, pid) of each start of a rank."""
-        path = self.directory / "starts"
-        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-
-    def pid(self, rank: int) -> int:
-        return int([start for start in self.starts() if start[1] == str(rank)][-1][3])
-
-    def node(self, rank: int) -> str:
-        return [start for start in self.starts() if start[1] == str(rank)][-1][2]
 
     def requeues(self) -> int:
         return int(self.slurm.job(self.id)["Restarts"])
@@ -104,6 +95,7 @@ class Observed(NamedTuple):
 
 @pytest.fixture
 def observed(
+    slurm: SlurmCluster,
     run_server: Callable[..., Any],
     start_agents: Callable[..., Any],
     train: Callable[..., SlurmTraining],
@@ -113,7 +105,7 @@ def observed(
 
     def start(*arguments: str, nodes: int = 2, options: str = "", **settings: Any) -> Observed:
         server = run_server(**{"launcher_mode": "auto", **settings})
-        agents = start_agents(server.url)
+        agents = start_agents(server.url, slurm.nodes)
         job = train(agents.directory, *arguments, nodes=nodes, options=options)
         shown = JobPage(server.client, job.name)
         wait_for(lambda: shown.trains(0), "training", seconds=180.0)
@@ -279,7 +271,7 @@ def test_a_slow_node_is_replaced_after_the_jobs_own_checkpoint(
     (action,) = wait_for(shown.restarts, "the proposal", seconds=120.0)
     assert action["state"] == "proposed", "whether the script resumes is not known yet"
     assert slow in action["reason"]
-    before = int((job.directory / "step").read_text())
+    before = job.step()
     server.client.post(f"/api/v1/actions/{action['id']}/approve").raise_for_status()
     wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
     assert job.requeues() == 1
@@ -306,7 +298,7 @@ def test_a_person_requests_a_restart_without_a_node(
     assert "so often" in shown.restarts()[0]["error"]
     response = server.client.post(address, json={**request, "checkpoint": False})
     assert response.status_code == 202
-    before = int((job.directory / "step").read_text())
+    before = job.step()
     wait_for(lambda: shown.trains(100), "the next run", seconds=180.0)
     assert job.requeues() == 1
     assert left_out not in (job.node(0), job.node(1))
@@ -370,7 +362,7 @@ def test_a_killed_server_continues_what_it_had_begun(
 
     server = start()
     url = f"http://127.0.0.1:{port}"
-    agents = start_agents(url)
+    agents = start_agents(url, slurm.nodes)
     token = read_token(token_path(Settings().state_directory, "operator"))
     client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=60.0)
     job = train(agents.directory, options="--open-mode=append")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from job_page import JobPage
 from node_agents import Agents
+from training_files import TrainingFiles
 
 from tests.ports import free_port
 
@@ -28,13 +27,14 @@ def database_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/test.db"
 
 
-class Torchruns:
+class Torchruns(TrainingFiles):
     """One torchrun per node, which form one job."""
 
     def __init__(
         self, agents: Agents, directory: Path, nodes: list[str], nnodes: str, restarts: int
     ) -> None:
-        self.directory, self.agents, self.nodes = directory, agents, nodes
+        super().__init__(directory)
+        self.agents, self.nodes = agents, nodes
         self.name = "torchrun-test"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         port = free_port()
@@ -63,17 +63,6 @@ class Torchruns:
                     stderr=subprocess.STDOUT,
                 )
 
-    def starts(self) -> list[list[str]]:
-        """Return (restarts, rank, node, pid, first step, ranks) of each start of a rank."""
-        path = self.directory / "starts"
-        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-
-    def pid(self, rank: int) -> int:
-        return int([start for start in self.starts() if start[1] == str(rank)][-1][3])
-
-    def node(self, rank: int) -> str:
-        return [start for start in self.starts() if start[1] == str(rank)][-1][2]
-
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
@@ -86,7 +75,7 @@ class Torchruns:
 
 @pytest.fixture
 def train(
-    tmp_path: Path, wait_for: Callable[..., Any]
+    start_agents: Callable[..., Agents], tmp_path: Path, wait_for: Callable[..., Any]
 ) -> Iterator[Callable[..., tuple[Torchruns, Any]]]:
     """Return a function that starts agents and a job with its ranks training on a server."""
     started: list[Torchruns] = []
@@ -94,10 +83,7 @@ def train(
     def start(
         server: Any, *nodes: str, nnodes: str = "1", restarts: int = 3
     ) -> tuple[Torchruns, JobPage]:
-        agents = Agents(Path(tempfile.mkdtemp(prefix="paceline-agents-")), server.url)
-        for node in nodes:
-            agents.start(node)
-        wait_for(agents.are_up, "the agents")
+        agents = start_agents(server.url, nodes)
         job = Torchruns(agents, tmp_path, list(nodes), nnodes, restarts)
         started.append(job)
         shown = JobPage(server.client, job.name)
@@ -107,8 +93,6 @@ def train(
     yield start
     for job in started:
         job.close()
-        job.agents.stop()
-        shutil.rmtree(job.agents.directory, ignore_errors=True)
 
 
 def test_a_hung_rank_is_repaired_once_and_the_job_continues_from_its_checkpoint(
@@ -118,7 +102,7 @@ def test_a_hung_rank_is_repaired_once_and_the_job_continues_from_its_checkpoint(
 ) -> None:
     server = run_server(launcher_mode="auto")
     job, shown = train(server, "n0")
-    wait_for(lambda: int((job.directory / "step").read_text()) > 10, "steps")
+    wait_for(lambda: job.step() > 10, "steps")
     os.kill(job.pid(1), signal.SIGSTOP)
     wait_for(lambda: shown.trains(1), "the next generation", seconds=400.0)
     wait_for(lambda: shown.restarts()[0]["state"] == "done", "the end of the action")
@@ -140,7 +124,7 @@ def test_a_crash_that_torchrun_repairs_itself_is_not_repaired_twice(
     job, shown = train(server, "n0")
     os.kill(job.pid(1), signal.SIGKILL)
     wait_for(lambda: shown.trains(1), "the next generation", seconds=400.0)
-    wait_for(lambda: int((job.directory / "step").read_text()) > 20, "steps")
+    wait_for(lambda: job.step() > 20, "steps")
     assert shown.job()["generation"] == 1
     assert sorted(start[0] for start in job.starts()) == ["0", "0", "1", "1"]
 
