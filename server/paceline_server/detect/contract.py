@@ -44,6 +44,14 @@ class Detector(ABC):
         self.policy = policy
         self._skipped = 0
 
+    @property
+    def hidden_slowdown(self) -> float:
+        """The largest slowdown of a rank that the detector cannot distinguish from chance.
+
+        Infinite while too few steps are known.
+        """
+        return 1.0
+
     @abstractmethod
     def update(self, observation: Observation) -> list[Finding]:
         """Return the findings that are new or changed in this tick."""

@@ -184,6 +184,7 @@ class Observation:
     stacks: Mapping[int, RankStackTraces] = field(default_factory=dict)  # newest of each rank
     dumps: Mapping[int, RankDump] = field(default_factory=dict)  # newest of each rank
     stragglers: frozenset[int] = frozenset()  # reported by earlier detectors of this tick
+    hidden_slowdown: float = 1.0  # largest one that the earlier detectors cannot find
     # by agent_id: how much longer the delivery of its newest batch took than that of its fastest
     # one
     lateness_ns: Mapping[str, int] = field(default_factory=dict)

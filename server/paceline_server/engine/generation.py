@@ -378,13 +378,16 @@ class RunningGeneration:
             metadata=self.model.metadata,
         )
         findings, self._cleared = self._cleared, []
+        hidden = 1.0
         for detector in self._detectors:
             observation = replace(
                 observation,
+                hidden_slowdown=hidden,
                 stragglers=frozenset(_stragglers(self._active_findings.values())),
                 active=tuple(self._active_findings.values()),
             )
             found = detector.update(observation)
+            hidden = max(hidden, detector.hidden_slowdown)
             for finding in found:
                 before = self._active_findings.pop(finding.fingerprint, None)
                 if not finding.cleared:

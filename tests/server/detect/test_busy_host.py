@@ -73,6 +73,33 @@ def test_a_busy_host_is_reported_with_what_it_hides_and_its_end():
     assert (over.fingerprint, over.cleared) == (found.fingerprint, True)
 
 
+def test_ranks_that_scatter_hide_more_than_their_waits_for_cpus_explain():
+    job = Waiting(BusyHostDetector)
+    job.watched.hidden_slowdown = 1.1
+    assert job.advance(10, 0.12) == [], "12% hide less than a fifth"
+    job.watched.hidden_slowdown = 1.6
+    [found] = job.advance(3, 0.12)
+    assert "less than 1.6x slower: a rank waits for a CPU for 12% of the time" in found.summary
+    job.watched.hidden_slowdown = 1.7
+    assert job.advance(10, 0.12) == []
+    job.watched.hidden_slowdown = 2.4
+    [changed] = job.advance(10, 0.12)
+    assert "less than 2.4x slower" in changed.summary
+    job.watched.hidden_slowdown = math.inf
+    assert [each.cleared for each in job.advance(3, 0.02)] == [True]
+
+
+def test_what_hides_in_the_scatter_of_ranks_is_known_after_the_first_steps():
+    hidden = {}
+    for jitter in (0.02, 0.3):
+        watched = Watched(StragglerDetector, JOB.topology)
+        assert watched.detector.hidden_slowdown == math.inf
+        noisy = dataclasses.replace(JOB, jitter=jitter)
+        watched.show(noisy.play(step) for step in range(80))
+        hidden[jitter] = watched.detector.hidden_slowdown
+    assert 1.0 < hidden[0.02] < 1.05 < hidden[0.3] < 1.4
+
+
 def test_one_rank_without_its_cpu_does_not_make_the_host_busy():
     assert Waiting(BusyHostDetector).advance(20, {3: 0.9}) == []
 

@@ -4,13 +4,15 @@ import copy
 from pathlib import Path
 
 import pytest
-from simulated_job import JOB, SimulatedJob
+from simulated_job import JOB, START_NS, SimulatedJob
 
 from paceline_server import detect
+from paceline_server.detect.host_load import WAIT
 from paceline_server.detect.registry import detector_classes
 from paceline_server.engine.engine import Engine
 from paceline_server.engine.generation import RunningGeneration
 from paceline_server.policy import Policy
+from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
 
 
@@ -67,6 +69,29 @@ def test_an_empty_job_has_no_finding():
         job.now_ns += 500_000_000
         job.tick(job.now_ns)
     assert job.findings == []
+
+
+class WaitingJob(SimulatedJob):
+    """Its ranks wait for a CPU for 12% of the time, which hides slowdowns of up to 14%."""
+
+    def samples(self, rank):
+        waited = Sample(
+            WAIT,
+            {"job": JOB, "rank": str(rank)},
+            0.12 * (self.now_ns - START_NS) / 1e9,
+            self.now_ns,
+        )
+        return [*super().samples(rank), waited]
+
+
+@pytest.mark.parametrize(("jitter", "hides_more"), [(0.01, False), (0.7, True)])
+def test_how_slow_a_rank_must_be_follows_from_how_much_the_ranks_of_the_job_scatter(
+    jitter, hides_more
+):
+    job = WaitingJob(Topology(2, 1, 1), microbatches=1, jitter=jitter, seed=1)
+    job.advance(150)
+    kinds = {finding.kind for finding in job.findings}
+    assert ("host_noise" in kinds) == hides_more
 
 
 def test_nothing_is_shared_between_generations():

@@ -50,6 +50,27 @@ def test_a_creep_over_hundreds_of_steps_lasts_until_it_is_over(seed):
     assert (courses[-1], 400 + len(courses)) == ("over", 553)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("inertia", [0.0, 0.6])
+def test_scatter_hides_smaller_rises_and_no_larger_ones(inertia, seed):
+    found = dict.fromkeys((0.4, 1.6), 0)
+    for share in found:
+        chance = np.random.default_rng(seed)
+        levels, noise, hidden = (
+            PeerLevels(4, smallest=0.02, false_alarms=1e-6, resolution=0.004),
+            np.zeros(4),
+            0.0,
+        )
+        assert levels.hidden == np.inf
+        for step in range(150):
+            noise = inertia * noise + chance.normal(0.0, 0.1, 4)
+            if step == 100:
+                hidden = levels.hidden
+            levels.push(noise + np.array([share * hidden * (step >= 100), 0.0, 0.0, 0.0]))
+            found[share] += any(shift.series == 0 for shift in levels.rises())
+    assert found[0.4] == 0 < found[1.6]
+
+
 def risen(ranks: int, seed: int, size: float, until: int, steps: int) -> list[tuple[str, float]]:
     """Return, by step, the course and the size of a rise of the first rank from step 80 on."""
     chance = np.random.default_rng(seed)

@@ -45,6 +45,7 @@ class Watched:
         self.telemetry = Telemetry()
         self.stragglers: frozenset[int] = frozenset()
         self.active: Sequence[Finding] = ()
+        self.hidden_slowdown = 1.0
         self.ranks: dict[int, LiveRank] = {}
         self.findings: list[Finding] = []
         self._bubbles = BubbleModel(topology)
@@ -76,6 +77,7 @@ class Watched:
             replay=RunReplay(tuple(self._recent), self.topology, self.metadata),
             metadata=self.metadata,
             stragglers=self.stragglers,
+            hidden_slowdown=self.hidden_slowdown,
             active=self.active,
         )
 

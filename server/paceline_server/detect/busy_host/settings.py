@@ -15,6 +15,8 @@ class BusyHostSettings:
     over: float = 0.1
     lasting_seconds: float = 5.0
     check_seconds: float = 1.0
+    # How long a report holds at least; waits and scatter vary from one moment to the next.
+    renewal_seconds: float = 60.0
 
 
 DEFAULTS = BusyHostSettings()

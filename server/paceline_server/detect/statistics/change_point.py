@@ -119,6 +119,18 @@ class ShiftMonitor:
         """Return the additional scatter of means, which averaging does not remove."""
         return self._drift
 
+    @property
+    def hidden(self) -> float:
+        """Return the largest rise that scatter hides however long it lasts.
+
+        Infinite while too few values are known.
+        """
+        half = min(len(self.values) // 2, PAST)
+        if half < LEAST_PAST:
+            return math.inf
+        sigma = float(np.median(self._sigma))
+        return self.needed * math.sqrt(2.0 * sigma**2 / half + self._drift**2)
+
     def push(self, values: Floats) -> None:
         if self._end == len(self._rows):
             self._rows[:KEPT] = self._rows[KEPT:]

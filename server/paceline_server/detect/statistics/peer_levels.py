@@ -110,6 +110,11 @@ class PeerLevels:
         return self._monitor.needed
 
     @property
+    def hidden(self) -> float:
+        """Return the largest rise that scatter hides; see `ShiftMonitor.hidden`."""
+        return self._monitor.hidden
+
+    @property
     def explained(self) -> Floats:
         """Return the sum of the reported rises of each series; 0 where there are none."""
         return np.maximum(self._explained[-1], 0.0)

@@ -176,6 +176,11 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         self._since_first = SlowSinceFirst(generation, settings)
         self._recent = RecentSteps(longest_block=long)
 
+    @property
+    def hidden_slowdown(self) -> float:
+        watched = (self._levels, *(blocks.levels for blocks in self._blocks))
+        return math.exp(min(levels.hidden for levels in watched))
+
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
         for timing in self.after_warmup(observation.timings):
