@@ -162,3 +162,33 @@ def test_a_rank_that_is_killed_while_another_works_follows_no_hang(working: Stuc
     working.job.wait(3.0, working.states)
     [failure] = [found for found in working.job.findings if found.kind == "failure"]
     assert failure.follows is None
+
+
+def test_a_rank_that_works_until_the_collective_of_the_others_times_out_is_hung(
+    working: StuckJob,
+) -> None:
+    wait(working, 3, 0.1)
+    stack = read_stack(working, CULPRIT)
+    working.job.engine.feed(working.job.batch("node-1", events=[stack]), working.job.now_ns)
+    wait(working, 1, 0.1)
+    for rank in (4, 5):  # to fail is no progress of the job
+        working.states[rank] = working.job.state(rank, head=9_000_000, status="failed")
+    assert wait(working, 1, 0.1) == []
+    timeout = "RuntimeError: [gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv"
+    for rank in (4, 5):
+        working.job.exit(rank, exit_code=1, log_tail=timeout)
+    hang, failure = wait(working, 5, 0.1)
+    assert (hang.kind, hang.severity, hang.rank) == ("hang", "critical", CULPRIT)
+    assert hang.summary == (
+        "Rank 2 (node-1) is hung and blocks the job: it is stuck in host code (between "
+        "operations, train.py:7 score)."
+    )
+    assert hang.evidence[-1].text == "ranks 4, 5 ended because a collective timed out"
+    assert (failure.kind, failure.follows) == ("failure", "hang")
+
+
+def test_a_rank_that_works_while_another_fails_by_itself_is_not_hung(working: StuckJob) -> None:
+    wait(working, 3, 0.1)
+    working.job.exit(5, exit_code=1, log_tail="ValueError: no such token")
+    [failure] = wait(working, 5, 0.1)
+    assert (failure.kind, failure.rank, failure.follows) == ("failure", 5, None)

@@ -23,6 +23,7 @@ import msgspec
 
 from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
+from paceline_server.detect.collective_timeout import names_timeout
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.hang.culprit import Culprits, find_culprits
@@ -137,7 +138,7 @@ class HangDetector(Detector):
             return []
         ranks = self._expected_ranks(observation)
         if ranks is None:
-            return []
+            return self._escalate_after_timeout(observation)
         if self._active is not None:
             return (
                 self._clear_on_progress(ranks, observation)
@@ -437,6 +438,28 @@ class HangDetector(Detector):
         )
         return [self._active]
 
+    def _escalate_after_timeout(self, observation: Observation) -> list[Finding]:
+        """Report a rank as hung that kept the others waiting until their collective timed out."""
+        active = self._active
+        if active is None or active.rank is None or self._limit is None:
+            return []
+        exited = observation.exited.items()
+        waited = sorted(rank for rank, event in exited if names_timeout(event.log_tail))
+        if not waited or active.rank in waited:
+            return []
+        active = self._as_hang(active, observation)
+        self._active = msgspec.structs.replace(
+            active,
+            summary=self._summary(active.rank, active.cause, observation, self._frame),
+            detected_ns=observation.now_ns,
+            dumps_wanted=False,  # the ranks that would write them have ended
+            evidence=[
+                *active.evidence,
+                Evidence(f"{ranks_text(waited)} ended because a collective timed out"),
+            ],
+        )
+        return [self._active]
+
     def _as_hang(self, active: Finding, observation: Observation) -> Finding:
         """Return the active information as a hang, for which dumps are read."""
         self._limit = None
@@ -616,10 +639,17 @@ class HangDetector(Detector):
         return [self._active]
 
     def _clear_on_progress(self, ranks: _ExpectedRanks, observation: Observation) -> list[Finding]:
-        """Clear the finding if a rank made progress: it was not a hang, or it is over."""
+        """Clear the finding if a rank made progress: it was not a hang, or it is over.
+
+        A rank that fails while it waits, as after a timeout of its collective, makes none.
+        """
         active = self._active
         assert active is not None
-        if all(live.surely_frozen_seconds > 0 for live in ranks.live):
+        if all(
+            live.surely_frozen_seconds > 0
+            or (live.status == "failed" and live.rank not in active.ranks)
+            for live in ranks.live
+        ):
             return []
         # The script may pause by design, again and again.
         culprits, seconds = tuple(active.ranks), (observation.now_ns - self._frozen_since_ns) / 1e9

@@ -27,6 +27,7 @@ from paceline_server.detect.causes.catalog import (
     OUT_OF_MEMORY,
     STOPPED_ON_REQUEST,
 )
+from paceline_server.detect.collective_timeout import names_timeout
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.hang.late_start import CALL, NOT_CALLED
@@ -58,7 +59,6 @@ from paceline_server.detect.rank_exit.raised_error import (
     error_line,
     error_place,
     names_missing_connection,
-    names_timeout,
 )
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.rank_list import ranks_text

@@ -53,10 +53,6 @@ _WATCHDOG = re.compile(
     r"(?:Process group watchdog thread terminated with exception: *)?(?:\[Rank \d+\] *)*"
 )
 _ABORTS = re.compile(r"watchdog thread terminated with exception|Watchdog caught collective")
-_TIMED_OUT = re.compile(
-    r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for"
-    r"|failed to pass monitoredBarrier in"
-)
 _NOT_CONNECTED = re.compile(
     r"connectFullMesh failed|timed out connecting|trying to connect|connect to \S+ failed"
     r"|(failed|unable) to connect|(could not|cannot) connect|socketStartConnect",
@@ -156,11 +152,6 @@ def aborted_by_itself(log_tail: str) -> bool:
 def names_mismatch(log_tail: str) -> bool:
     """Return whether gloo aborted the rank because its peers entered another collective or size."""
     return any(map(_MISMATCH.search, _thrown_errors(log_tail)))
-
-
-def names_timeout(error: str) -> bool:
-    """Return whether the rank ended because a collective of NCCL or gloo did not complete."""
-    return _TIMED_OUT.search(error) is not None
 
 
 def names_missing_connection(error: str) -> bool:
