@@ -88,6 +88,18 @@ def test_a_single_rank_with_long_pauses_is_named():
     assert found.rank == 5
 
 
+@pytest.mark.parametrize("other", [0.0, 0.002])
+def test_the_pauses_of_one_of_two_ranks_cost_all_of_their_time(other):
+    job = SimulatedStep(Topology(2, 1, 1), one_forward_one_backward(1, 4), jitter=0.03)
+    watched = Watched(GcDetector, job.topology)
+    pauses = {0: other, 1: 0.5}
+    watched.show([dataclasses.replace(job, gc=pauses).play(step) for step in range(60)])
+    found = watched.findings[-1]
+    assert found.rank == 1
+    usual = float(np.median(job.play(0).ranks.step_seconds))
+    assert found.cost_ratio == pytest.approx(0.5 / (usual + 0.5), rel=0.1)
+
+
 def test_short_pauses_are_healthy():
     random = np.random.default_rng(1)
     watched = Watched(GcDetector, JOB.topology)

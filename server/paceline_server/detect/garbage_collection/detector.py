@@ -146,11 +146,12 @@ class GcDetector(Detector):
         longest = np.array(self._longest)[-steps:]
         seconds = np.array(self._seconds)[-steps:]
         total = max(float(seconds.sum()), 1e-9)
-        # If all paused together, each step would pause as long as the typical rank.
+        # If all paused together, each step would pause as long as the typical rank. It is one of
+        # them: between two ranks of which one never pauses there is none.
         typical = 0.0
         if self.generation.topology.world_size > 1:
             means = np.mean(list(self._pauses)[-steps:], axis=0)
-            typical = float(np.median(means)) * len(longest)
+            typical = float(np.quantile(means, 0.5, method="lower")) * len(longest)
         whole, together = float(longest.sum()) / total, typical / total
         apart = min(max(whole - together, 0.0), 1.0)
         return _PauseCost(
