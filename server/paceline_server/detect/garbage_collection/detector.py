@@ -146,8 +146,8 @@ class GcDetector(Detector):
         longest = np.array(self._longest)[-steps:]
         seconds = np.array(self._seconds)[-steps:]
         total = max(float(seconds.sum()), 1e-9)
-        # If all paused together, each step would pause as long as the typical rank. It is one of
-        # them: between two ranks of which one never pauses there is none.
+        # If all paused together, each step would pause as long as the typical rank. Of two ranks it
+        # is the one that pauses less: the mean of both is the pause of neither.
         typical = 0.0
         if self.generation.topology.world_size > 1:
             means = np.mean(list(self._pauses)[-steps:], axis=0)
