@@ -145,9 +145,16 @@ def read_process(pid: int) -> Process | None:
 
 
 def all_processes() -> list[Process]:
-    """Return all processes that this one can see."""
-    names = [name for name in os.listdir("/proc") if name.isdigit()]
-    return [process for name in names if (process := read_process(int(name)))]
+    """Return every process.
+
+    Also those that begin while the others are read: such a process is missing in the first list,
+    and its parent, which may have ended by then, in the result.
+    """
+    found: dict[str, Process | None] = {}
+    for _ in range(2):
+        new = [name for name in os.listdir("/proc") if name.isdigit() and name not in found]
+        found |= {name: read_process(int(name)) for name in new}
+    return [process for process in found.values() if process is not None]
 
 
 def descendants(root: int) -> list[Process]:

@@ -271,6 +271,27 @@ time.sleep(600)
     assert job.fork_server() is not None
 
 
+def test_a_process_that_begins_while_the_others_are_listed_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of a detached process, which forks and ends; the guard would leave it behind."""
+    began: list[subprocess.Popen[bytes]] = []
+    read = guard.read_process
+
+    def begin_and_read(pid: int) -> guard.Process | None:
+        if not began:
+            began.append(subprocess.Popen(["sleep", "600"]))
+        return read(pid)
+
+    monkeypatch.setattr(guard, "read_process", begin_and_read)
+    try:
+        found = {process.pid for process in guard.all_processes()}
+        assert began[0].pid in found
+    finally:
+        began[0].kill()
+        began[0].wait()
+
+
 @pytest.mark.parametrize(
     ("module", "code", "why"),
     [
