@@ -109,5 +109,39 @@ def test_short_pauses_are_healthy():
 
 def test_the_finding_is_cleared():
     watched = Watched(GcDetector, JOB.topology)
-    watched.show(played(lambda step: {step % 8: 0.1} if step < 40 else {}, 120))
+    watched.show(played(lambda step: {step % 8: 0.1} if step < 40 else {}, 180))
     assert [found.cleared for found in watched.findings] == [False, False, True]  # corrected once
+
+
+def test_pauses_that_are_more_than_the_window_apart_are_one_finding():
+    """Steps of 4 ms: the 48 newest are a fifth of a second, and three of each 100 pause."""
+    quick = SimulatedStep(
+        Topology(2, 1, 1),
+        one_forward_one_backward(1, 1),
+        forward_seconds=0.001,
+        backward_seconds=0.002,
+        after_seconds=0.001,
+    )
+    watched = Watched(GcDetector, quick.topology, step_seconds=0.004)
+    for step in range(2_000):
+        pauses = {step % 2: 0.01} if step % 100 < 5 else {}
+        watched.show([dataclasses.replace(quick, gc=pauses).play(step)])
+    assert len({found.fingerprint for found in watched.findings}) == 1
+    assert not any(found.cleared for found in watched.findings)
+
+
+@pytest.mark.parametrize(("pause", "is_reported"), [(0.02, False), (0.1, True)])
+def test_a_rank_without_others_is_advised_to_collect_less(pause, is_reported):
+    job = SimulatedStep(Topology(1, 1, 1), one_forward_one_backward(1, 4), jitter=0.03)
+    watched = Watched(GcDetector, job.topology)
+    usual = float(np.median(job.play(0).ranks.step_seconds))
+    gc = {0: usual * pause / (1 - pause) * 1.5}
+    watched.show([dataclasses.replace(job, gc=gc).play(step) for step in range(60)])
+    assert bool(watched.findings) == is_reported
+    if is_reported:
+        found = watched.findings[-1]
+        assert found.rank == 0
+        assert found.summary.startswith("Rank 0 (node-0) collects garbage")
+        assert "wait" not in found.summary
+        assert "less often" in found.advice
+        assert found.cost_ratio == pytest.approx(pause * 1.5, rel=0.1)

@@ -30,7 +30,12 @@ class Watched:
         metadata: Mapping[str, str] | None = None,
         ranks_per_node: int = 2,
         replayed_steps: int = 8,
+        step_seconds: float | None = None,
     ) -> None:
+        """Prepare the detector.
+
+        `step_seconds`: time between two ticks; None: as the simulated steps.
+        """
         self.topology = topology
         self.metadata = dict(metadata or {})
         self.generation = Generation(
@@ -51,6 +56,7 @@ class Watched:
         self._bubbles = BubbleModel(topology)
         self._recent: list[StepTiming] = []
         self._kept = replayed_steps
+        self._step_seconds = step_seconds
 
     def show(self, timings: Iterable[StepTiming]) -> list[Finding]:
         """Run one tick per step and return the new findings."""
@@ -62,8 +68,11 @@ class Watched:
         return new
 
     def _seen(self, timing: StepTiming) -> Observation:
+        now_ns = int(timing.ranks.end_ns.max(initial=0))
+        if self._step_seconds is not None:
+            now_ns = round(timing.step * self._step_seconds * 1e9)
         return Observation(
-            now_ns=int(timing.ranks.end_ns.max(initial=0)),
+            now_ns=now_ns,
             steps=[self._summary(timing)],
             exits=[],
             device_events=[],

@@ -285,6 +285,40 @@ def _in_proportion(
     return [*scaled, median(others)] if others else scaled
 
 
+def rise_of_cpu_time(suspect: Suspect) -> float | None:
+    """Return the CPU time of a suspect rank since the onset, as a ratio to that of its past.
+
+    Relative to its peers, which need as much CPU time for a step as before: their CPU time per
+    second falls as the steps become longer. Without a past: as a ratio to the peers. At least 1.
+    None: not measured.
+    """
+    (device,) = suspect.devices(Scope.RANK, metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL)
+    own = _rise(suspect, device)
+    if own is None:
+        return None
+    peers = [
+        rise
+        for peer in suspect.peer_devices(Scope.RANK, device)
+        if (rise := _rise(suspect, peer)) is not None
+    ]
+    if not peers:
+        return None if suspect.is_chronic else max(own, 1.0)
+    # Peers that compute more for another reason, or wait for the suspect and spin, prove nothing.
+    usual = median(peers) if suspect.is_chronic else min(median(peers), 1.0)
+    return max(own / usual, 1.0)
+
+
+def _rise(suspect: Suspect, device: MeasuredDevice) -> float | None:
+    """Return the CPU time per second since the onset, as a ratio to the past if there is one."""
+    used = _cpu_time(suspect, device)
+    now = None if used is None else used.now(suspect.onset_ns)
+    if used is None or not now or suspect.is_chronic:
+        return now or None
+    before = used.between(max(suspect.past_ns[0], suspect.training_since_ns), suspect.past_ns[1])
+    usual = before.typical()
+    return now / usual if usual else None
+
+
 def _cpu_time(suspect: Suspect, rank: MeasuredDevice) -> MetricTimeline | None:
     labels = {name: value for name, value in rank.labels.items() if name in ("job", "rank")}
     metric = metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL

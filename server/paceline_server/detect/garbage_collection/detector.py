@@ -3,7 +3,8 @@
 A pause of one rank makes all others wait. If each of a hundred ranks collects once in a hundred
 steps, each at its own time, every step contains a pause. If all collect in the same step, there is
 one pause for all. The finding reports this difference and how to avoid it. If all ranks already
-collect together and it still takes a tenth of the time, the finding reports the whole cost.
+collect together, or there is only one, and it still takes a tenth of the time, the finding reports
+the whole cost.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class GcDetector(Detector):
         self._first_pause: float | None = None  # longest pause of the first step
         self._active: Finding | None = None
         self._is_preliminary = False  # reported from few steps and not corrected yet
+        self._was_too_often = False  # when it was reported
+        self._calm_since_ns: int | None = None  # since when it costs little, while reported
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
@@ -108,6 +111,7 @@ class GcDetector(Detector):
             is_costly = pause_cost.too_often or pause_cost.apart >= least
             if is_costly and self._count_pauses(pause_cost) >= min_pauses:
                 self._active = self._gc_finding(pause_cost, now_ns)
+                self._was_too_often = pause_cost.too_often
                 self._is_preliminary = True
                 return [self._active]
         return []
@@ -128,19 +132,36 @@ class GcDetector(Detector):
         if len(self._longest) < window:
             return []
         pause_cost = self._pause_cost(window)
-        if pause_cost.cost < self.settings.share / 2:
-            self._active = None
+        if self._costs_little(pause_cost):
+            if self._calm_since_ns is None:
+                self._calm_since_ns = now_ns
+            if now_ns - self._calm_since_ns < self.settings.calm_seconds * 1e9:
+                return []
+            self._active = self._calm_since_ns = None
             summary = "Garbage collections no longer slow the steps."
             return [cleared(active, summary, now_ns, self._steps[-1])]
+        self._calm_since_ns = None
         if not self._is_preliminary or since < window // 2:
+            return []
+        # The window may contain steps before the first pause.
+        pause_cost = self._pause_cost(min(self._steps[-1] - (active.onset_step or 0) + 1, window))
+        if self._was_too_often and not pause_cost.too_often:
             return []
         self._is_preliminary = False
         reported = active.cost_ratio or 0.0
         if abs(pause_cost.cost - reported) <= _COST_TOLERANCE * reported:
             return []
+        self._was_too_often = pause_cost.too_often
         corrected = self._gc_finding(pause_cost, now_ns)
         self._active = msgspec.structs.replace(corrected, onset_step=active.onset_step)
         return [self._active]
+
+    def _costs_little(self, pause_cost: _PauseCost) -> bool:
+        """Return whether the cost is less than half of what was reported at least."""
+        if self._was_too_often and not pause_cost.too_often:
+            whole = pause_cost.apart + pause_cost.together
+            return whole < self.settings.together_share / 2
+        return pause_cost.cost < self.settings.share / 2
 
     def _pause_cost(self, steps: int) -> _PauseCost:
         longest = np.array(self._longest)[-steps:]
@@ -148,10 +169,8 @@ class GcDetector(Detector):
         total = max(float(seconds.sum()), 1e-9)
         # If all paused together, each step would pause as long as the typical rank. Of two ranks it
         # is the one that pauses less: the mean of both is the pause of neither.
-        typical = 0.0
-        if self.generation.topology.world_size > 1:
-            means = np.mean(list(self._pauses)[-steps:], axis=0)
-            typical = float(np.quantile(means, 0.5, method="lower")) * len(longest)
+        means = np.mean(list(self._pauses)[-steps:], axis=0)
+        typical = float(np.quantile(means, 0.5, method="lower")) * len(longest)
         whole, together = float(longest.sum()) / total, typical / total
         apart = min(max(whole - together, 0.0), 1.0)
         return _PauseCost(
@@ -172,16 +191,16 @@ class GcDetector(Detector):
         culprits = np.array(self._longest_rank)[-steps:]
         blamed = np.bincount(culprits, weights=longest)
         worst = int(blamed.argmax())
+        is_only_rank = self.generation.topology.world_size == 1
         alone = blamed[worst] >= _SINGLE_RANK_SHARE * blamed.sum() and not pause_cost.too_often
-        alone &= self.generation.topology.world_size > 1
-        rank = worst if alone else None
+        rank = worst if alone or is_only_rank else None
         ranks = np.unique(culprits[paused]).tolist()
         pause = float(np.median(longest[paused]))
-        advice = _COLLECT_TOGETHER
-        if pause_cost.too_often:
-            subject, advice = "All ranks collect garbage in the same steps", _COLLECT_LESS
-        elif rank is not None:
+        advice = _COLLECT_LESS if pause_cost.too_often else _COLLECT_TOGETHER
+        if rank is not None:
             subject = f"{self.generation.subject(rank)} collects garbage"
+        elif pause_cost.too_often:
+            subject = "All ranks collect garbage in the same steps"
         else:
             subject = f"{len(ranks):,} ranks collect garbage in different steps"
         speedup = gain(cost)
@@ -190,8 +209,9 @@ class GcDetector(Detector):
             "gc",
             cause=CAUSE,
             summary=(
-                f"{subject}, {pause * 1e3:.0f} ms in {paused.sum()} of {len(longest)} steps, "
-                f"and all ranks wait: this {cost_text(cost, speedup)}."
+                f"{subject}, {pause * 1e3:.0f} ms in {paused.sum()} of {len(longest)} steps"
+                f"{'' if is_only_rank else ', and all ranks wait'}: this "
+                f"{cost_text(cost, speedup)}."
             ),
             now_ns=now_ns,
             rank=rank,

@@ -19,6 +19,8 @@ class GarbageCollectionSettings:
     fewest_pauses: int = 3
     recent_steps: int = 8
     obvious_ratio: float = 2.5
+    # Without such pauses for this long, the finding is cleared: 48 short steps may be between two.
+    calm_seconds: float = 30.0
     # Share of step time from which pauses that all ranks take together, as advised, are reported.
     together_share: float = 0.1
 

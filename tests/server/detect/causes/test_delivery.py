@@ -147,6 +147,25 @@ def test_waits_for_cpus_that_grow_with_the_work_of_a_rank_explain_nothing(wait, 
     assert ("in proportion to its CPU time" in text) == (cause == UNKNOWN)
 
 
+@pytest.mark.parametrize("onset_step", [60, None], ids=["later", "from the first step on"])
+@pytest.mark.parametrize(("own", "cause"), [(0.58, UNKNOWN), (0.36, "CPU contention")])
+def test_a_rank_that_needs_more_cpu_time_per_step_computes_more(own, cause, onset_step):
+    """Each rank computed for 0.6 s of each second. Steps of 1.7x the length leave 0.36 s."""
+    fleet = Fleet(seed=8, nodes=1, gpus=3, onset_seconds=60.0 if onset_step else 0.0)
+    for rank, computes, waits in (("0", own, 0.45), ("1", 0.36, 0.1), ("2", 0.36, 0.1)):
+        for metric, value in (
+            ("cpu_seconds_total", computes),
+            ("run_queue_wait_seconds_total", waits),
+            ("context_switches_total", 2000 * waits),
+        ):
+            fleet.fault("node-0", f"paceline_rank_process_{metric}", rank, since_onset(value))
+    fleet.play(90)
+    found = fleet.diagnose(rank=0, slowdown=1.8, onset_step=onset_step)
+    assert found.cause == cause
+    text = " ".join(line.text for line in found.counter_evidence)
+    assert ("it computes more" in text) == (cause == UNKNOWN)
+
+
 def test_a_rank_that_loses_half_of_its_cpu_on_a_node_that_was_busy_before_waits_for_cpus():
     """Ranks wait 76% of the time for a CPU, and rank 0 then 88%, which leaves it half as much."""
     fleet = Fleet(seed=8, nodes=1, gpus=3)

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from paceline_server.detect.causes.catalog import CPU_CONTENTION, NUMA_MISBINDING
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import Symptom, WeighedEvidence, stalled, weigh_symptoms
+from paceline_server.detect.causes.symptom import (
+    Symptom,
+    WeighedEvidence,
+    rise_of_cpu_time,
+    stalled,
+    weigh_symptoms,
+)
+from paceline_server.detect.causes.weighing import RULED_OUT
+from paceline_server.detect.finding import Evidence
 from paceline_wire import metric_names
+
+# Share of a slowdown (of its logarithm) from which a rank's own CPU time explains it. A process
+# that competes for the CPUs of a rank costs it cache misses and spinning threads as well: up to a
+# third of the slowdown, measured with one and two threads on two CPUs.
+_OWN_SHARE = 0.5
 
 SYMPTOMS = (
     Symptom(
@@ -34,4 +50,33 @@ SYMPTOMS = (
 
 
 def check(suspect: Suspect) -> list[WeighedEvidence]:
-    return weigh_symptoms(suspect, SYMPTOMS)
+    weighed = weigh_symptoms(suspect, SYMPTOMS)
+    against = _computes_more(suspect)
+    if against is None:
+        return weighed
+    return [
+        replace(found, weight=RULED_OUT, evidence=(against,))
+        if found.cause == CPU_CONTENTION and found.weight > RULED_OUT
+        else found
+        for found in weighed
+    ]
+
+
+def _computes_more(suspect: Suspect) -> Evidence | None:
+    """Return the evidence that a slow rank computes more per step, if it does.
+
+    Such a rank also waits more often for the CPUs of a busy node. One that only waits needs as much
+    CPU time for a step as before.
+    """
+    if suspect.rank is None or suspect.kind != "straggler" or (suspect.slowdown or 1.0) <= 1.0:
+        return None
+    rise = rise_of_cpu_time(suspect)
+    if rise is None or math.log(rise) < _OWN_SHARE * math.log(suspect.slowdown or 1.0):
+        return None
+    return Evidence(
+        f"rank {suspect.rank} needs {rise:.2f}x the CPU time for a step, compared with its peers: "
+        f"it computes more, and waits for CPUs do not explain {suspect.slowdown:.2f}x",
+        metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL,
+        rise,
+        1.0,
+    )
