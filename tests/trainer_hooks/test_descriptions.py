@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import paceline
 from paceline import hooks
 from paceline.session import Session
 from paceline_wire.ring import RingReader
@@ -38,4 +40,45 @@ def test_a_full_area_is_no_error(reader: RingReader, session: Session) -> None:
     for number in range(20):
         session.update(metadata={"long": f"{number}" * 1000})
     assert 0 < len(reader.new_descriptions()) < 20
+    assert not session.recorder.failures
+
+
+def train(*widths: int, steps: int = 3) -> None:
+    """Train models, each with an optimizer of its own, in all steps of one loop."""
+    models = [torch.nn.Linear(width, 1) for width in widths]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for _ in paceline.steps(range(steps)):
+        for width, model, optimizer in zip(widths, models, optimizers, strict=True):
+            model(torch.ones(1, width)).sum().backward()
+            optimizer.step()
+
+
+def models(reader: RingReader) -> list[tuple[str, str]]:
+    """Return the parameters and the first step of each other model that was reported."""
+    found = [each.metadata for each in reader.new_descriptions()]
+    return [
+        (each["trained_parameters"], each["trained_since_step"])
+        for each in found
+        if "trained_parameters" in each
+    ]
+
+
+@pytest.mark.usefixtures("session")
+def test_another_model_in_the_same_process_is_reported(reader: RingReader) -> None:
+    for width in (7, 7, 15, 7):  # the second is the same model again
+        train(width)
+    assert models(reader) == [("16", "6"), ("8", "9")]
+
+
+@pytest.mark.usefixtures("session")
+def test_several_optimizers_train_one_model(reader: RingReader) -> None:
+    train(7, 15)
+    train(7, 15)
+    assert models(reader) == []
+
+
+def test_only_so_many_models_are_reported(reader: RingReader, session: Session) -> None:
+    for width in range(1, 40):
+        train(width, steps=1)
+    assert len(models(reader)) == 24
     assert not session.recorder.failures

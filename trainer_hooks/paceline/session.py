@@ -38,7 +38,14 @@ from paceline.writer import Pipelining, Section
 from paceline.writer.interface import Timed
 from paceline_wire.coverage import NOT_RECORDED, RECORDER
 from paceline_wire.ending import Ending
-from paceline_wire.metadata import CHECKPOINT_PATH, REPLICA_MISMATCH, ROLL_BACK, TOTAL_STEPS
+from paceline_wire.metadata import (
+    CHECKPOINT_PATH,
+    REPLICA_MISMATCH,
+    ROLL_BACK,
+    TOTAL_STEPS,
+    TRAINED_PARAMETERS,
+    TRAINED_SINCE_STEP,
+)
 from paceline_wire.ring import (
     DEFINITIONS_BYTES,
     STATE_DEFINITIONS,
@@ -59,6 +66,7 @@ LONGEST_NAME = 200
 MAXIMUM_ACTIONS = 1 << 14  # distinct (op, microbatch, chunk, peer)
 
 DESCRIBED_AFTER_STEPS = (3, 8, 32, 256)  # what was recognized is reported, if it changed
+MOST_MODELS = 24  # changes of the model that are reported: the ring has little room for them
 
 LARGEST_COUNT = 1 << 48  # samples or tokens of one call
 LARGEST_SQUARES = 1 << 62  # the largest sum of squared lengths that a reader accepts
@@ -104,6 +112,8 @@ class Session:
         self._flops: int | None = None  # FLOPs of this rank in one step, once counted
         self._reports_flops = False
         self._next_measured = measured_after(0)  # step whose memory is measured next
+        self._parameters = 0  # numbers in the parameters that the newest optimizers train
+        self._models = 0  # changes of that number
         self.has_place = False  # the script gave this rank's coordinates
         self.marks_compute = False  # the script or a recognized schedule times its microbatches
         self.annotates = False  # the script calls `paceline.pipelining` itself
@@ -277,6 +287,9 @@ class Session:
             if events.memory is not None:
                 meter, events.memory = events.memory, None
                 self.guard(meter.write)
+            if events.new_parameters:
+                trained, events.new_parameters = events.new_parameters, 0
+                self.guard(self._optimizers_began, trained)
         self.steps_ended = ended + 1
         if ended + 1 == self._next_measured:
             self._next_measured = measured_after(ended + 1)
@@ -287,6 +300,19 @@ class Session:
             self.guard(self._count_flops)
         if self.steps_ended in DESCRIBED_AFTER_STEPS:
             self.guard(self._describe_steps)
+
+    def _optimizers_began(self, parameters: int) -> None:
+        """Report another model, as in a script that trains several in one process.
+
+        A new optimizer for as many parameters as before trains the same one.
+        """
+        before, self._parameters = self._parameters, parameters
+        if before in (0, parameters) or self._models == MOST_MODELS:
+            return
+        self._models += 1
+        step = self.recorder.step
+        metadata = {TRAINED_PARAMETERS: str(parameters), TRAINED_SINCE_STEP: str(step)}
+        self.update(source="optimizer", metadata=metadata)
 
     def _describe_steps(self) -> None:
         metadata = {"steps": self.recognition.describe()}

@@ -79,6 +79,9 @@ class TorchEvents:
         self._has_optimizer = any(getattr(step, "hooked", False) for step in steps)
         self._had_optimizer = self._has_optimizer  # then `_optimizers` are not all
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()  # that have begun a step
+        self._latest = 0  # id of the one that began the newest step
+        self.new_parameters = 0  # numbers in the parameters of those that began their first step
         # Those that trained before this recording.
         self._earlier: weakref.WeakSet[Any] = weakref.WeakSet()
         _replace(torch.optim.Optimizer, "_patch_step_function", self._create_optimizer)
@@ -103,6 +106,7 @@ class TorchEvents:
         self.recognition, self.recorder = recognition, recorder
         self.checkpoints, self.saves = checkpoints, saves
         self._owner = recorder.owner
+        self.new_parameters = 0
         self.watch_modules()
 
     def stop(self) -> None:
@@ -159,6 +163,7 @@ class TorchEvents:
         @wraps(original)
         def patch_step_function(optimizer: Any) -> None:
             self._has_optimizer = True
+            self._latest = 0  # it may have the id of one that is gone
             if not self._remember(optimizer):
                 self._had_optimizer = True
             original(optimizer)
@@ -193,6 +198,8 @@ class TorchEvents:
                     self._earlier.add(optimizer)
                 return
             if get_ident() == self._owner:
+                if id(optimizer) != self._latest:
+                    self._report(self._begins_step, optimizer)
                 if self.memory is not None:
                     self._report(self.memory.optimizer_begins, optimizer)
                 try:
@@ -203,6 +210,17 @@ class TorchEvents:
                 recognition.optimizer_in_backward()
 
         return _not_compiled(begins)
+
+    def _begins_step(self, optimizer: Any) -> None:
+        """Count the parameters of an optimizer that begins its first step."""
+        self._latest = id(optimizer)
+        with suppress(TypeError):  # it cannot be hashed
+            if optimizer not in self._trained:
+                self._trained.add(optimizer)
+                groups = optimizer.param_groups
+                self.new_parameters += sum(
+                    one.numel() for group in groups for one in group["params"]
+                )
 
     def _optimizer_ends(self) -> Function:
         def ends(optimizer: Any, *_: Any) -> None:

@@ -18,3 +18,5 @@ TORCHRUN_RESTARTS = "torchrun_restarts"  # how often it has done so on the rank'
 TORCHRUN_RUN = "torchrun_run"  # the name of the job that the rank reports
 TORCHRUN_SHARES_STORE = "torchrun_shares_store"  # ranks meet at torchrun's own store; else absent
 TOTAL_STEPS = "total_steps"  # number of steps of the whole training
+TRAINED_PARAMETERS = "trained_parameters"  # their number in the next model of the same process
+TRAINED_SINCE_STEP = "trained_since_step"  # the first step of that model

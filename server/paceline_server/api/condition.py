@@ -23,6 +23,7 @@ JobCondition = Literal[
 ]
 
 _FIRST_STEP_NS = 120_000_000_000  # ranks that report no step may load a model or data until then
+_COMPILATION_NS = 1_800_000_000_000  # those whose first step has begun may compile the model
 
 
 class AsOf(NamedTuple):
@@ -111,8 +112,10 @@ def condition(session: Session, job: models.JobRow, as_of: AsOf) -> Condition:
 
 def _may_be_starting(session: Session, job: models.JobRow, as_of: AsOf) -> bool:
     """Return whether a job without a step may not train yet."""
-    if queries.rank_statuses(session, job.id).keys() & {"loading", "joining"}:
+    statuses = queries.rank_statuses(session, job.id).keys()
+    if statuses & {"loading", "joining"}:
         return True
+    limit_ns = _COMPILATION_NS if "running" in statuses else _FIRST_STEP_NS
     generation = session.get(models.GenerationRow, (job.id, job.generation))
     started_ns = job.created_ns if generation is None else generation.placement.started_ns
-    return as_of.now_ns - started_ns < _FIRST_STEP_NS
+    return as_of.now_ns - started_ns < limit_ns

@@ -163,11 +163,16 @@ def _at_step(job: models.JobRow) -> str:
 
 
 def _starting(session: Session, job: models.JobRow) -> str:
-    if joining := queries.rank_statuses(session, job.id).get("joining", 0):
+    statuses = queries.rank_statuses(session, job.id)
+    if joining := statuses.get("joining", 0):
         ranks = f"{joining} of {job.topology.world_size} ranks"
         return f"Generation {job.generation} is starting: {ranks} are in init_process_group."
     states = queries.rank_states(session, job.id)
     ready, count = states.get("attached", 0), sum(states.values())
+    if running := statuses.get("running", 0):
+        ranks = f"{running} of {count} ranks have" if count > 1 else "rank 0 has"
+        begun = f"{ranks} begun the first step, in which a model may be compiled"
+        return f"Generation {job.generation} is starting: {begun}."
     if ready == count and count > 1:
         all_run = f"all {count} ranks run, and none has finished a step"
         return f"Generation {job.generation} is starting: {all_run}."

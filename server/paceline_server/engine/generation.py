@@ -12,9 +12,9 @@ import numpy as np
 from msgspec.structs import replace as replace_fields
 
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Finding
+from paceline_server.detect.finding import Finding, cleared
 from paceline_server.detect.hang.operation_text import operation_text
-from paceline_server.detect.kinds import SLOW_LINK, STRAGGLER, kind_of
+from paceline_server.detect.kinds import LOSS, SLOW_LINK, STRAGGLER, Kind, kind_of
 from paceline_server.detect.observation import (
     EarlierRank,
     Generation,
@@ -35,7 +35,7 @@ from paceline_server.engine.types import Placement, RankProgress
 from paceline_server.policy import Policy
 from paceline_server.steps.efficiency import MeasuredStep, efficiency
 from paceline_server.steps.first_steps import FirstSteps
-from paceline_server.steps.model import StepModel
+from paceline_server.steps.model import FinishedStep, StepModel
 from paceline_server.steps.timing import StepTiming
 from paceline_server.steps.types import Efficiency, StepSummary, UsualStep
 from paceline_server.whatif.goodput import step_goodput
@@ -50,6 +50,7 @@ from paceline_wire.batch import (
     RankStackTraces,
     RankState,
 )
+from paceline_wire.metadata import TRAINED_SINCE_STEP
 from paceline_wire.ring import SectionDefinition
 from paceline_wire.stacks import bounded, plain
 
@@ -60,6 +61,7 @@ SAVED_STEPS = 9  # checkpoints whose median interval is taken
 # (a row has about 100 bytes).
 REPLAYED_STEPS = 8
 _EARLIER_RANKS = 1024  # most ranks of earlier runs that are remembered
+_STEP_DIGITS = 18  # a described step with more digits is malformed
 _CRITICAL_COST = 0.1  # a slowdown that costs less is not critical
 REPLAYED_ROWS = 1 << 21
 TIMED_STEPS = 1024  # whose start and end are kept
@@ -97,7 +99,9 @@ class RunningGeneration:
         self._detector_classes = detectors
         self._detectors = [detector(self.generation, policy) for detector in detectors]
         self._reported_topology = ReportedTopology(self._world_size)
-        self._cleared: list[Finding] = []  # findings cleared by a change of the topology
+        self._cleared: list[Finding] = []  # by a change of the topology or the model
+        self._other_model_step: int | None = None  # first step of another model, not yet finished
+        self._detected_since = 0  # steps before it are no longer for the detectors
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
         self._stacks: dict[int, RankStackTraces] = {}
@@ -235,6 +239,9 @@ class RunningGeneration:
                 self._sections[event.rank, definition.id] = definition.name
         for description in event.descriptions:
             self._reported_topology.add_description(event.rank, description)
+            step = description.metadata.get(TRAINED_SINCE_STEP, "")
+            if event.rank == 0 and step.isdecimal():
+                self._other_model_step = int(step[:_STEP_DIGITS])
 
     def _add_stacks(self, event: RankStackTraces) -> None:
         self._stacks[event.rank] = replace_fields(
@@ -260,8 +267,9 @@ class RunningGeneration:
 
     def take_steps(self, now_ns: int) -> list[StepSummary]:
         """Return the steps closed since the last call, for the detectors and the ledger."""
-        self._relocate()
+        self._relocate(now_ns)
         finished = self.model.take_finished()
+        self._note_other_model(finished, now_ns)
         self._new_timings = [timing for _, timing in finished]
         self._remember(self._new_timings)
         self._measured += [MeasuredStep.of(step, timing.ranks) for step, timing in finished]
@@ -298,7 +306,7 @@ class RunningGeneration:
         goodput = step_goodput(summary, timing, topology, metadata, least, stragglers, cost)
         return replace_fields(summary, goodput=goodput)
 
-    def _relocate(self) -> None:
+    def _relocate(self, now_ns: int) -> None:
         """Adopt the topology that all ranks report, which they may recognize after they began.
 
         What was measured with another one is dropped: it compares ranks that are no peers.
@@ -316,12 +324,36 @@ class RunningGeneration:
         self._detectors = [
             detector(self.generation, self._policy) for detector in self._detector_classes
         ]
+        self._forget_measured("The ranks have other peers than it seemed.", now_ns)
+
+    def _note_other_model(self, finished: Sequence[FinishedStep], now_ns: int) -> None:
+        """Compare no more with the steps of another model, which the same processes trained before.
+
+        A step of the new one may take several times as long, and its loss begins high again.
+        """
+        step = self._other_model_step
+        if step is None or all(timing.step < step for _, timing in finished):
+            return
+        self._other_model_step, self._detected_since = None, step
+        self.generation = replace(self.generation, earlier=None)
+        self._first_steps = FirstSteps(self.generation.number)
+        self._detectors = [
+            type(detector)(self.generation, self._policy)
+            if any(kind.effect == "slow" or kind is LOSS for kind in detector.kinds)
+            else detector
+            for detector in self._detectors
+        ]
+        self._forget_measured("The same processes train another model.", now_ns, LOSS)
+
+    def _forget_measured(self, summary: str, now_ns: int, *kinds: Kind) -> None:
+        """Forget the recent steps. Clear what is slow, and the findings of these kinds."""
         self._recent.clear()
-        self._replay = RunReplay((), reported, {})
+        self._replay = RunReplay((), self.generation.topology, {})
         for fingerprint, finding in list(self._active_findings.items()):
-            if kind_of(finding.kind).effect == "slow":
+            kind = kind_of(finding.kind)
+            if kind.effect == "slow" or kind in kinds:
                 del self._active_findings[fingerprint]
-                self._cleared.append(replace_fields(finding, cleared=True))
+                self._cleared.append(cleared(finding, summary, now_ns, finding.step))
 
     def _remember(self, timings: list[StepTiming]) -> None:
         self._recent += timings
@@ -347,6 +379,10 @@ class RunningGeneration:
         exits, self._new_exits = self._new_exits, []
         device_events, self._new_device_events = self._new_device_events, []
         timings, self._new_timings = self._new_timings, []
+        if self._detected_since:
+            steps = [step for step in steps if step.step >= self._detected_since]
+            timings = [timing for timing in timings if timing.step >= self._detected_since]
+            self._detected_since = 0
         if timings:  # results of the previous replay are outdated
             self._replay = RunReplay(
                 tuple(self._recent), self.generation.topology, self.model.metadata

@@ -112,19 +112,27 @@ def change(server: Any, table: Any, key: Any, **values: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "condition", "part"),
+    ("status", "seconds", "condition", "part"),
     [
-        (30, "starting", "all 2 ranks run, and none has finished a step"),
-        (130, "unobserved", "have reported no step since they started"),
+        ("starting", 30, "starting", "all 2 ranks run, and none has finished a step"),
+        ("starting", 130, "unobserved", "have reported no step since they started"),
+        ("running", 130, "starting", "2 of 2 ranks have begun the first step"),
+        ("running", 1900, "unobserved", "have reported no step since they started"),
     ],
 )
 def test_ranks_without_a_step_may_load_for_a_while(
-    server: Any, client: httpx.Client, job_id: str, seconds: int, condition: str, part: str
+    server: Any,
+    client: httpx.Client,
+    job_id: str,
+    status: str,
+    seconds: int,
+    condition: str,
+    part: str,
 ) -> None:
     created_ns = NOW - seconds * SECOND
     change(server, JobRow, job_id, step=None, created_ns=created_ns)
     for rank in (0, 1):
-        change(server, RankRow, (job_id, rank), status="starting")
+        change(server, RankRow, (job_id, rank), status=status)
     shown = get(client, job_id)
     verdict = shown["verdict"]
     assert (shown["condition"], verdict["kind"]) == (condition, condition)

@@ -7,7 +7,8 @@ from paceline_server.detect.finding import Finding
 from paceline_server.engine.engine import Engine
 from paceline_server.engine.types import Placement
 from paceline_server.steps.types import Ledger
-from paceline_wire.batch import Batch, SpanBlock
+from paceline_wire.batch import Batch, RankDefined, SpanBlock
+from paceline_wire.ring import RankDescription
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, Op, to_columns
 from paceline_wire.topology import Topology
 
@@ -19,15 +20,15 @@ Row = tuple[int, float, float]  # op, begin and end in ms since the start of its
 
 
 class BareLoop:
-    """A job of three ranks, each with a clock of its own between collectives."""
+    """A job of a few ranks, each with a clock of its own between collectives."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = RANKS) -> None:
         self.engine = Engine("job")
         self.engine.place(
             Placement(
                 generation=0,
-                topology=Topology(dp=RANKS),
-                nodes=dict.fromkeys(range(RANKS), "node"),
+                topology=Topology(dp=ranks),
+                nodes=dict.fromkeys(range(ranks), "node"),
                 gpus={},
                 metadata={"flops_per_step": "1"},
                 started_ns=START_NS,
@@ -35,12 +36,15 @@ class BareLoop:
         )
         self.chance = np.random.default_rng(1)
         self.step = 0
-        self.ends_ns = [START_NS] * RANKS
+        self.ends_ns = [START_NS] * ranks
         self.ledger = Ledger()
         self.step_seconds: float | None = None
 
-    def advance(self, ranks: list[list[Row]]) -> list[Finding]:
-        """Play one step of the spans of each rank; the last one is its STEP."""
+    def advance(self, ranks: list[list[Row]], **metadata: str) -> list[Finding]:
+        """Play one step of the spans of each rank; the last one is its STEP.
+
+        `metadata`: what rank 0 reports after it.
+        """
         blocks = []
         for rank, spans in enumerate(ranks):
             records = b"".join(self._record(rank, at, row) for at, row in enumerate(spans))
@@ -60,7 +64,7 @@ class BareLoop:
             boot_id="boot",
             sequence=self.step,
             packed_ns=now_ns,
-            events=[],
+            events=[self._described(now_ns, metadata)] if metadata else [],
             spans=blocks,
         )
         self.step += 1
@@ -68,6 +72,17 @@ class BareLoop:
         outcome = self.engine.tick(now_ns)
         self.ledger, self.step_seconds = outcome.ledger, outcome.step_seconds
         return outcome.findings
+
+    @staticmethod
+    def _described(now_ns: int, metadata: dict[str, str]) -> RankDefined:
+        return RankDefined(
+            time_ns=now_ns,
+            job="job",
+            generation=0,
+            rank=0,
+            definitions=[],
+            descriptions=[RankDescription(source="optimizer", metadata=metadata)],
+        )
 
     def _record(self, rank: int, at: int, row: Row) -> bytes:
         op, begin, end = row
@@ -118,3 +133,31 @@ def test_the_steps_of_a_learner_count_if_its_actors_have_none() -> None:
         job.advance([step(300.0, 30.0)])
     assert job.step_seconds == pytest.approx(0.330)
     assert job.ledger.optimizer_seconds > 0.0
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_the_steps_of_another_model_are_not_slow(ranks: int, is_reported: bool) -> None:
+    """The second model needs three times as long, and then one of its steps becomes slow."""
+    job = BareLoop(ranks)
+    found: list[Finding] = []
+    for number in range(160):
+        scale = (3.0 if number >= 60 else 1.0) * (1.5 if number >= 120 else 1.0)
+        compute = scale * job.chance.normal(300.0, 3.0, ranks)
+        other = {"trained_since_step": "60"} if is_reported and number == 60 else {}
+        found += job.advance([step(each, 30.0) for each in compute], **other)
+    slow = [finding for finding in found if finding.kind in ("straggler", "slower_steps")]
+    onsets = {finding.onset_step for finding in slow}
+    assert min(onsets) == pytest.approx(120 if is_reported else 60, abs=2)
+
+
+def test_what_was_slow_with_the_former_model_is_over() -> None:
+    job = BareLoop()
+    for number in range(80):
+        compute = job.chance.normal(300.0, 3.0, RANKS)
+        compute[1] *= 1.5 if number >= 40 else 1.0
+        job.advance([step(each, 30.0) for each in compute])
+    job.advance([step(30.0, 30.0)] * RANKS)
+    [over] = job.advance([step(30.0, 30.0)] * RANKS, trained_since_step="80")
+    assert (over.kind, over.cleared) == ("straggler", True)
+    assert over.summary == "The same processes train another model."
