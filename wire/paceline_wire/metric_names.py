@@ -113,6 +113,8 @@ VMSTAT_PSWPOUT = "node_vmstat_pswpout"
 # Ranks and their processes
 
 KERNEL_PROCESS_XIDS_TOTAL = "paceline_kernel_process_xids_total"
+OTHER_PROCESSES_CPUS = "paceline_other_processes_cpus"
+OTHER_PROCESSES_PID = "paceline_other_processes_pid"
 RANK_GPU_OTHER_PROCESSES = "paceline_rank_gpu_other_processes"
 RANK_GPU_OTHERS_UTILIZATION_RATIO = "paceline_rank_gpu_others_utilization_ratio"
 RANK_GPU_UTILIZATION_RATIO = "paceline_rank_gpu_utilization_ratio"

@@ -91,6 +91,8 @@ STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.KERNEL_LOG_LOST_TOTAL: _NODE,
     metric_names.KERNEL_PROCESS_XIDS_TOTAL: ("code", "device", "owner"),
     metric_names.KERNEL_XID_INFO: ("xid", "meaning"),
+    metric_names.OTHER_PROCESSES_CPUS: ("command",),
+    metric_names.OTHER_PROCESSES_PID: ("command",),
     metric_names.RANK_GPU_OTHER_PROCESSES: _RANK,
     metric_names.RANK_GPU_OTHERS_UTILIZATION_RATIO: _RANK,
     metric_names.RANK_GPU_UTILIZATION_RATIO: _RANK,

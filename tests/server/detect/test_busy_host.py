@@ -23,7 +23,11 @@ from paceline_server.detect.straggler.settings import StragglerSettings
 from paceline_server.detect.transient_stall.detector import TransientStallDetector
 from paceline_server.steps.groups import Groups
 from paceline_wire.batch import Sample
-from paceline_wire.metric_names import RANK_PROCESS_CPU_SECONDS_TOTAL
+from paceline_wire.metric_names import (
+    OTHER_PROCESSES_CPUS,
+    OTHER_PROCESSES_PID,
+    RANK_PROCESS_CPU_SECONDS_TOTAL,
+)
 from paceline_wire.topology import Topology
 
 CPU = RANK_PROCESS_CPU_SECONDS_TOTAL
@@ -71,6 +75,28 @@ def test_a_busy_host_is_reported_with_what_it_hides_and_its_end():
     assert "too busy for a verdict about ranks that are less than 1.7x slower" in found.summary
     [over] = job.advance(10, 0.02)
     assert (over.fingerprint, over.cleared) == (found.fingerprint, True)
+
+
+def test_a_busy_host_is_reported_with_the_processes_that_keep_it_busy():
+    job = Waiting(BusyHostDetector)
+    job.advance(8, 0.4)
+    at_ns = START_NS + job.step * STEP_NS
+    for node, command, cpus, pid, age in (
+        ("node-2", "stress-ng", 1.5, 4312, 0),
+        ("node-1", "backup", 0.5, 99, 0),
+        ("node-0", "python train.py", 0.3, 7, 0),
+        ("node-0", "sshd", 0.1, 8, 0),
+        ("node-3", "ended", 9.0, 9, 30),
+    ):
+        for metric, value in ((OTHER_PROCESSES_CPUS, cpus), (OTHER_PROCESSES_PID, pid)):
+            sample = Sample(metric, {"command": command}, value, at_ns - age * 10**9)
+            job.watched.telemetry.add(node, sample)
+    job.watched.hidden_slowdown = 4.0
+    [found] = job.advance(12, 0.4)
+    assert [line.text for line in found.evidence[1:]] == [
+        "`stress-ng` (PID 4312) of node-2, which belongs to no rank, uses 1.5 CPUs",
+        "`backup` (PID 99) of node-1, which belongs to no rank, uses 0.5 CPUs",
+    ]
 
 
 def test_ranks_that_scatter_hide_more_than_their_waits_for_cpus_explain():

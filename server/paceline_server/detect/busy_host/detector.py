@@ -12,9 +12,15 @@ from typing import ClassVar
 
 from paceline_server.detect.busy_host.settings import DEFAULTS, BusyHostSettings
 from paceline_server.detect.causes.catalog import CPU_CONTENTION
+from paceline_server.detect.causes.other_processes import other_processes
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
-from paceline_server.detect.host_load import WAIT, cpu_wait_share, largest_accident
+from paceline_server.detect.host_load import (
+    RECENT_NS,
+    WAIT,
+    cpu_wait_share,
+    largest_accident,
+)
 from paceline_server.detect.kinds import HOST_NOISE, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import is_alike
@@ -104,7 +110,13 @@ class BusyHostDetector(Detector):
                     WAIT,
                     share,
                     0.0,
-                )
+                ),
+                *other_processes(
+                    observation.telemetry,
+                    sorted(set(self.generation.nodes.values())),
+                    observation.now_ns - RECENT_NS,
+                    observation.now_ns,
+                ),
             ],
         )
         return self._active

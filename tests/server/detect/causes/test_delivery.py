@@ -166,6 +166,24 @@ def test_a_rank_that_needs_more_cpu_time_per_step_computes_more(own, cause, onse
     assert ("it computes more" in text) == (cause == UNKNOWN)
 
 
+def test_contention_is_shown_with_the_process_that_competes():
+    fleet = Fleet(seed=3)
+    contention(fleet, random.Random(3), 1.6)
+    fleet.play(80)
+    for second in range(62, 80, 2):
+        at_ns = START_NS + second * SECOND_NS
+        for name, value in (("cpus", 0.97), ("pid", 4312.0)):
+            sample = Sample(
+                f"paceline_other_processes_{name}", {"command": "stress-ng"}, value, at_ns
+            )
+            fleet.telemetry.add(NODE, sample)
+    found = fleet.diagnose(slowdown=1.6)
+    assert found.cause == "CPU contention"
+    text = f"`stress-ng` (PID 4312) of {NODE}, which belongs to no rank, uses 0.97 CPUs"
+    assert text in [line.text for line in found.evidence]
+    assert found.causes[0].evidence[-1].text == text
+
+
 def test_a_rank_that_loses_half_of_its_cpu_on_a_node_that_was_busy_before_waits_for_cpus():
     """Ranks wait 76% of the time for a CPU, and rank 0 then 88%, which leaves it half as much."""
     fleet = Fleet(seed=8, nodes=1, gpus=3)

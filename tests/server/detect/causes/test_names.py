@@ -15,6 +15,7 @@ import pytest
 
 from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.collectors.nvml import NvmlCollector
+from paceline_agent.collect.collectors.other_processes import OtherProcessesCollector
 from paceline_agent.collect.collectors.storage import StorageCollector
 from paceline_agent.collect.collectors.tcp import TcpCollector
 from paceline_agent.collect.contract import CollectorUnavailable, Context, LocalRank
@@ -32,7 +33,7 @@ ROOT = Path(__file__).parents[4]
 DETECT = ROOT / "server" / "paceline_server" / "detect"
 DECIDE = ROOT / "server" / "paceline_server" / "decide"
 OTHER_CAUSES = {catalog.OUT_OF_MEMORY, catalog.PROCESS_GONE, catalog.PROCESS_STOPPED}
-METRIC = re.compile(r"^(DCGM_FI_|DCGM_EXP_|node_|paceline_(gpu|rank|device|kernel)_)\w+$")
+METRIC = re.compile(r"^(DCGM_FI_|DCGM_EXP_|node_|paceline_(gpu|rank|device|kernel|other)_)\w+$")
 
 
 def documented() -> dict[str, tuple[set[str], str]]:
@@ -124,7 +125,7 @@ def context(tmp_path: Path) -> Context:
         )
     )
     for resource in ("cpu", "memory", "io"):
-        files[f"proc/pressure/{resource}"] = "some total=5\nfull total=5\n"
+        files[f"proc/pressure/{resource}"] = "some avg10=50.00 total=5\nfull total=5\n"
     for device in ("net/eth0", "infiniband/mlx5_bond_0"):
         for name, value in (("width", "16"), ("speed", "32.0 GT/s PCIe")):
             files[f"sys/class/{device}/device/current_link_{name}"] = value
@@ -182,12 +183,26 @@ async def nvml_samples(context: Context, tmp_path: Path) -> list[Sample]:
     return samples
 
 
+def samples_of_another_process(context: Context) -> list[Sample]:
+    """Return the samples of a process that uses one CPU and belongs to no rank."""
+    collector = OtherProcessesCollector(context)
+    stat = context.procfs_root / "90/stat"
+    stat.parent.mkdir()
+    samples: list[Sample] = []
+    for seconds in (1, 2):
+        ticks = seconds * os.sysconf("SC_CLK_TCK")
+        stat.write_text(f"90 (stress) R 1 0 0 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 5\n")
+        samples += collector.collect(seconds * 1_000_000_000).everything()
+    return samples
+
+
 async def test_every_metric_that_is_read_is_emitted_by_a_collector(context, tmp_path):
     samples = await nvml_samples(context, tmp_path)
     for collector in discover():
         if not collector.isolated:
             with contextlib.suppress(CollectorUnavailable):
                 samples += collector(context).collect(1).everything()
+    samples += samples_of_another_process(context)
     here = replace(context, procfs_root=Path("/proc"))  # read no file systems of another tree
     samples += StorageCollector(here).collect(1).everything()
     here = replace(here, local_ranks=lambda: [replace(context.local_ranks()[0], pid=os.getpid())])

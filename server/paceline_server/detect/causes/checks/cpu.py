@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from paceline_server.detect.causes.catalog import CPU_CONTENTION, NUMA_MISBINDING
+from paceline_server.detect.causes.other_processes import other_processes
 from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import (
     Symptom,
@@ -51,15 +52,22 @@ SYMPTOMS = (
 
 def check(suspect: Suspect) -> list[WeighedEvidence]:
     weighed = weigh_symptoms(suspect, SYMPTOMS)
-    against = _computes_more(suspect)
-    if against is None:
-        return weighed
     return [
-        replace(found, weight=RULED_OUT, evidence=(against,))
-        if found.cause == CPU_CONTENTION and found.weight > RULED_OUT
-        else found
+        _checked(suspect, found) if found.cause == CPU_CONTENTION and found.weight > 0 else found
         for found in weighed
     ]
+
+
+def _checked(suspect: Suspect, contention: WeighedEvidence) -> WeighedEvidence:
+    """Return it as ruled out if the rank computes more; else with what competes for the CPUs."""
+    against = _computes_more(suspect)
+    if against is not None:
+        return replace(contention, weight=RULED_OUT, evidence=(against,))
+    observation = suspect.observation
+    others = other_processes(
+        observation.telemetry, [suspect.node], suspect.onset_ns, observation.now_ns
+    )
+    return replace(contention, evidence=(*contention.evidence, *others))
 
 
 def _computes_more(suspect: Suspect) -> Evidence | None:
