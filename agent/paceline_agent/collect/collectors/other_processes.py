@@ -29,7 +29,7 @@ METRICS = (
 )
 
 # Share of the time in which tasks wait for a CPU (PSI, 10 s) from which processes are read. Reading
-# a thousand of them takes some 10 ms, which a node without contention does not spend.
+# a thousand of them takes some 15 ms, which a node without contention does not spend.
 _LEAST_PRESSURE_PERCENT = 5.0
 _LEAST_CPUS = 0.1
 _SHOWN_NAMES = 3
