@@ -376,6 +376,21 @@ def test_a_command_that_an_error_ends_waits_for_the_reason(tmp_path: Path, error
     assert words.startswith("paceline: Rank 1 failed.\n") == wanted.exists()
 
 
+def test_a_reason_that_is_not_known_in_time_is_said_to_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "result.json"
+    job = {"job": "train", "created": 9, "ended": False, "lines": ["Rank 1 is slow."]}
+    path.write_text(json.dumps({"problems": [job]}))
+    monkeypatch.setattr(result, "_END_SECONDS", 0.3)
+    monkeypatch.setattr(sys, "last_value", ValueError(7), raising=False)
+    result._show_at_exit(str(path), os.getpid(), 0.0, lambda: False)
+    assert capsys.readouterr().err == (
+        "paceline: Rank 1 is slow.\n"
+        "paceline: why it ended is not known yet: ask `paceline watch` again in a minute\n"
+    )
+
+
 def test_only_one_task_of_a_job_step_prints_the_result(tmp_path: Path) -> None:
     for task, prints in (("0", True), ("3", False)):
         finished = watch(

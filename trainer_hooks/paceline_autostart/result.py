@@ -40,32 +40,35 @@ def show_at_exit(is_rank: Callable[[], bool]) -> None:
 def _show_at_exit(path: str, pid: int, since: float, is_rank: Callable[[], bool]) -> None:
     error = getattr(sys, "last_value", None)
     was_signaled = isinstance(error, KeyboardInterrupt) or hasattr(error, _SIGNAL_OF_TORCHRUN)
+    is_complete = True
     if error is not None and not was_signaled and os.getpid() == pid and not is_rank():
         with suppress(Exception, KeyboardInterrupt):
-            _await_end(path, since)
-    show(path, pid, since)
+            is_complete = _await_end(path, since)
+    show(path, pid, since, is_complete=is_complete)
 
 
-def _await_end(path: str, since: float) -> None:
-    """Wait until the result has the end of all trainings of this command."""
+def _await_end(path: str, since: float) -> bool:
+    """Wait until the result has the end of all trainings of this command. Return whether it has."""
     began = time.time()
     while time.time() - began < _END_SECONDS:
         written, jobs = _read(path, since)
         if time.time() - written > _NEW_SECONDS:  # no local server writes it
-            return
+            return True
         if written > began and all(each.get("ended", True) for each in jobs):
-            return
+            return True
         with open(path + WANTED, "w", encoding="utf-8"):
             time.sleep(_POLL_SECONDS)
+    return False
 
 
-def show(path: str, pid: int, since: float) -> None:
+def show(path: str, pid: int, since: float, *, is_complete: bool = True) -> None:
     """Print the problems of a result, if it is new and this process is the one with this id.
 
     Args:
         path: of the file that `paceline_cli.watched` writes.
         pid: of the process that prints.
         since: only those of jobs that began later, in seconds since the epoch.
+        is_complete: whether the end of the training is analyzed, if an error ended it.
     """
     if os.getpid() != pid:  # a forked child
         return
@@ -78,7 +81,9 @@ def show(path: str, pid: int, since: float) -> None:
             for job in jobs
             for line in job["lines"]
         ]
-        if jobs:
+        if jobs and not is_complete:
+            lines.append("why it ended is not known yet: ask `paceline watch` again in a minute")
+        elif jobs:
             lines.append("`paceline watch` shows what was found in this training")
         for line in lines:
             printable = "".join(each if each.isprintable() else "?" for each in line)
