@@ -77,7 +77,7 @@ class Engine:
         self._ledger = GoodputLedger(restored.ledger)
         self._highest_step = restored.highest_step
         self._efficiency = restored.efficiency
-        self._usual = restored.usual  # fastest of the generations
+        self._usual = restored.usual  # fastest of the generations; None also: of several models
         self._definitions = restored.definitions  # until their generation is placed
         self._telemetry = Telemetry()
         self._clocks = NodeClocks()
@@ -164,7 +164,8 @@ class Engine:
             self._highest_step = max(summary.step, self._highest_step or 0)
         if steps:
             self._efficiency = running.efficiency()
-            self._usual = _faster(self._usual, running.usual_step)
+            usual = _faster(self._usual, running.usual_step)
+            self._usual = None if running.has_several_models else usual
         findings = []
         # A time after now is from before the clock was set back.
         self._last_seen_ns = {node: min(ns, now_ns) for node, ns in self._last_seen_ns.items()}

@@ -99,8 +99,9 @@ class RunningGeneration:
         self._detector_classes = detectors
         self._detectors = [detector(self.generation, policy) for detector in detectors]
         self._reported_topology = ReportedTopology(self._world_size)
-        self._cleared: list[Finding] = []  # by a change of the topology or the model
+        self._cleared: list[Finding] = []  # because the topology or the model changed
         self._other_model_step: int | None = None  # first step of another model, not yet finished
+        self.has_several_models = False  # trained one after the other
         self._detected_since = 0  # steps before it are no longer for the detectors
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
@@ -335,6 +336,7 @@ class RunningGeneration:
         if step is None or all(timing.step < step for _, timing in finished):
             return
         self._other_model_step, self._detected_since = None, step
+        self.has_several_models = True
         self.generation = replace(self.generation, earlier=None)
         self._first_steps = FirstSteps(self.generation.number)
         self._detectors = [

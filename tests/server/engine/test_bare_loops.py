@@ -24,21 +24,27 @@ class BareLoop:
 
     def __init__(self, ranks: int = RANKS) -> None:
         self.engine = Engine("job")
-        self.engine.place(
-            Placement(
-                generation=0,
-                topology=Topology(dp=ranks),
-                nodes=dict.fromkeys(range(ranks), "node"),
-                gpus={},
-                metadata={"flops_per_step": "1"},
-                started_ns=START_NS,
-            )
-        )
+        self.ranks, self.generation = ranks, -1
+        self.restart()
         self.chance = np.random.default_rng(1)
         self.step = 0
         self.ends_ns = [START_NS] * ranks
         self.ledger = Ledger()
         self.step_seconds: float | None = None
+
+    def restart(self) -> None:
+        """Begin the next generation."""
+        self.generation += 1
+        self.engine.place(
+            Placement(
+                generation=self.generation,
+                topology=Topology(dp=self.ranks),
+                nodes=dict.fromkeys(range(self.ranks), "node"),
+                gpus={},
+                metadata={"flops_per_step": "1"},
+                started_ns=START_NS,
+            )
+        )
 
     def advance(self, ranks: list[list[Row]], **metadata: str) -> list[Finding]:
         """Play one step of the spans of each rank; the last one is its STEP.
@@ -52,7 +58,7 @@ class BareLoop:
             blocks.append(
                 SpanBlock(
                     job="job",
-                    generation=0,
+                    generation=self.generation,
                     rank=rank,
                     columns=to_columns(records),
                     clock_offset_ns=0,
@@ -73,12 +79,11 @@ class BareLoop:
         self.ledger, self.step_seconds = outcome.ledger, outcome.step_seconds
         return outcome.findings
 
-    @staticmethod
-    def _described(now_ns: int, metadata: dict[str, str]) -> RankDefined:
+    def _described(self, now_ns: int, metadata: dict[str, str]) -> RankDefined:
         return RankDefined(
             time_ns=now_ns,
             job="job",
-            generation=0,
+            generation=self.generation,
             rank=0,
             definitions=[],
             descriptions=[RankDescription(source="optimizer", metadata=metadata)],
@@ -161,3 +166,14 @@ def test_what_was_slow_with_the_former_model_is_over() -> None:
     [over] = job.advance([step(30.0, 30.0)] * RANKS, trained_since_step="80")
     assert (over.kind, over.cleared) == ("straggler", True)
     assert over.summary == "The same processes train another model."
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_restart_is_not_compared_with_another_model(is_reported: bool) -> None:
+    job = BareLoop()
+    for number in range(60):
+        other = {"trained_since_step": "30"} if is_reported and number == 30 else {}
+        job.advance([step(300.0, 30.0)] * RANKS, **other)
+    job.restart()
+    found = [one for _ in range(60) for one in job.advance([step(600.0, 30.0)] * RANKS)]
+    assert [one.kind for one in found] == ([] if is_reported else ["slower_steps"])
