@@ -93,6 +93,9 @@ def test_a_busy_host_is_reported_with_the_processes_that_keep_it_busy():
             job.watched.telemetry.add(node, sample)
     job.watched.hidden_slowdown = 4.0
     [found] = job.advance(12, 0.4)
+    assert found.summary.endswith(
+        " `stress-ng` (PID 4312) of node-2, which belongs to no rank, uses 1.5 CPUs."
+    )
     assert [line.text for line in found.evidence[1:]] == [
         "`stress-ng` (PID 4312) of node-2, which belongs to no rank, uses 1.5 CPUs",
         "`backup` (PID 99) of node-1, which belongs to no rank, uses 0.5 CPUs",

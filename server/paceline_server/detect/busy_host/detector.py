@@ -27,6 +27,7 @@ from paceline_server.detect.reporting import is_alike
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 
+_NAMED = 0.5  # CPUs from which a process that belongs to no rank is named in the summary
 ALIKE = 0.5  # relative change of the hidden excess that is too small to report again
 
 
@@ -88,12 +89,19 @@ class BusyHostDetector(Detector):
         waits = f"a rank waits for a CPU for {percent(share)} of the time"
         if least > largest_accident(share, 0.0):
             waits += ", and the steps of the ranks differ by chance"
+        others = other_processes(
+            observation.telemetry,
+            sorted(set(self.generation.nodes.values())),
+            observation.now_ns - RECENT_NS,
+            observation.now_ns,
+        )
+        busiest = f" {others[0].text}." if others and (others[0].value or 0.0) >= _NAMED else ""
         self._active = self.finding(
             "host_noise:busy",
             cause=CPU_CONTENTION,
             summary=(
                 f"The CPUs are too busy for a verdict about ranks that are less than {least:.1f}x "
-                f"slower: {waits}."
+                f"slower: {waits}.{busiest}"
             ),
             now_ns=observation.now_ns,
             step=observation.timings[-1].step,
@@ -111,12 +119,7 @@ class BusyHostDetector(Detector):
                     share,
                     0.0,
                 ),
-                *other_processes(
-                    observation.telemetry,
-                    sorted(set(self.generation.nodes.values())),
-                    observation.now_ns - RECENT_NS,
-                    observation.now_ns,
-                ),
+                *others,
             ],
         )
         return self._active
