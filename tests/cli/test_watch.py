@@ -376,7 +376,7 @@ def test_a_command_that_an_error_ends_waits_for_the_reason(tmp_path: Path, error
     assert words.startswith("paceline: Rank 1 failed.\n") == wanted.exists()
 
 
-def test_a_reason_that_is_not_known_in_time_is_said_to_come(
+def test_the_last_lines_say_so_if_the_reason_is_not_known_in_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "result.json"

@@ -49,7 +49,7 @@ def test_a_rank_that_changes_from_step_to_step_is_not_named():
 def test_advice_on_routing_is_cleared_when_it_is_even():
     watched = Watched(RoutingImbalanceDetector, TOPOLOGY)
     watched.show(routed(40))
-    watched.show(routed(40, 40, tokens=(60, 60, 60, 60)))
+    watched.show(routed(60, 40, tokens=(60, 60, 60, 60)))
     assert [found.cleared for found in watched.findings] == [False, True]
 
 
@@ -72,3 +72,11 @@ def test_a_rank_that_is_slower_than_its_tokens_explain_is_a_straggler():
     [found] = watched.show(routed(12, 60, slow={2: 1.5}))
     assert found.rank == 2
     assert found.slowdown == pytest.approx(1.5, rel=0.1)
+
+
+def test_routing_that_is_even_now_and_then_is_one_finding():
+    """16 steps of 0.1 s are uneven, the next 16 even, and so on."""
+    watched = Watched(RoutingImbalanceDetector, TOPOLOGY, step_seconds=0.1)
+    for turn in range(10):
+        watched.show(routed(16, 16 * turn, tokens=(60, 60, 60, 60) if turn % 2 else MOST))
+    assert [found.cleared for found in watched.findings] == [False]

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.detect.calm import Calm
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.garbage_collection.settings import DEFAULTS, GarbageCollectionSettings
@@ -74,7 +75,7 @@ class GcDetector(Detector):
         self._active: Finding | None = None
         self._is_preliminary = False  # reported from few steps and not corrected yet
         self._was_too_often = False  # when it was reported
-        self._calm_since_ns: int | None = None  # since when it costs little, while reported
+        self._calm = Calm(settings.calm_seconds)
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
@@ -132,16 +133,12 @@ class GcDetector(Detector):
         if len(self._longest) < window:
             return []
         pause_cost = self._pause_cost(window)
-        if self._costs_little(pause_cost):
-            if self._calm_since_ns is None:
-                self._calm_since_ns = now_ns
-            if now_ns - self._calm_since_ns < self.settings.calm_seconds * 1e9:
-                return []
-            self._active = self._calm_since_ns = None
+        costs_little = self._costs_little(pause_cost)
+        if self._calm.ends(is_absent=costs_little, now_ns=now_ns):
+            self._active = None
             summary = "Garbage collections no longer slow the steps."
             return [cleared(active, summary, now_ns, self._steps[-1])]
-        self._calm_since_ns = None
-        if not self._is_preliminary or since < window // 2:
+        if costs_little or not self._is_preliminary or since < window // 2:
             return []
         # The window may contain steps before the first pause.
         pause_cost = self._pause_cost(min(self._steps[-1] - (active.onset_step or 0) + 1, window))

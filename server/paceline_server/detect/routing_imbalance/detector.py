@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.detect.calm import Calm
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import ROUTING_IMBALANCE, Kind
@@ -45,6 +46,7 @@ class RoutingImbalanceDetector(Detector):
         self.settings = settings
         self._recent: deque[RankTimes] = deque(maxlen=settings.steps)
         self._active: Finding | None = None
+        self._calm = Calm(settings.calm_seconds)
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
@@ -68,7 +70,8 @@ class RoutingImbalanceDetector(Detector):
         cost = min(float(lost.sum() / max(step_seconds.sum(), 1e-9)), 1.0)
         is_enough = _explained(own, routed) >= self.settings.explained
         if self._active is not None:
-            if is_enough and cost >= self.settings.cost_ratio / 2:
+            is_absent = not is_enough or cost < self.settings.cost_ratio / 2
+            if not self._calm.ends(is_absent=is_absent, now_ns=now_ns):
                 return []
             active, self._active = self._active, None
             return [cleared(active, "Uneven routing no longer costs much.", now_ns, step)]
