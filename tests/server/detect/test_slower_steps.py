@@ -10,6 +10,7 @@ from simulated_step import SimulatedStep, one_forward_one_backward
 from watched import Watched
 
 from paceline_server.detect.slower_steps.detector import SlowerStepsDetector
+from paceline_server.detect.slower_steps.settings import SlowerStepsSettings
 from paceline_wire.topology import Topology
 
 RANKS = 4
@@ -113,6 +114,25 @@ def test_what_another_finding_explains_is_not_reported_twice():
     change = since_onset(slow=EVERYONE)
     assert shown(change, active=[same]) == []
     assert len(shown(change, active=[earlier])) == len(shown(change, active=[minor])) == 1
+
+
+class LongConfirmation(SlowerStepsDetector):
+    """A detector that waits for 15 of the simulated steps, which are 10 s apart."""
+
+    def __init__(self, generation, policy):
+        super().__init__(generation, policy, SlowerStepsSettings(lasting_seconds=150.0))
+
+
+@pytest.mark.parametrize(("until", "is_reported"), [(95, False), (130, True)])
+def test_the_end_of_what_explains_it_is_no_slowdown(until, is_reported):
+    """A straggler is over at step 90; the steps are as short as before some steps later."""
+    watched = Watched(LongConfirmation, TOPOLOGY)
+    change = since_onset(until, slow=EVERYONE)
+    same = msgspec.structs.replace(straggler(), onset_step=ONSET, cost_ratio=0.3)
+    for step in range(140):
+        watched.active = [same] if ONSET + 5 <= step <= 90 else []
+        watched.show([dataclasses.replace(JOB, **change(step)).play(step)])
+    assert bool(watched.findings) == is_reported
 
 
 def test_busy_cpus_hold_it_back_and_do_not_end_it():

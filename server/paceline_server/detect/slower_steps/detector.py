@@ -105,6 +105,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         self._first: StepParts | None = None  # typical of the first steps
         self._former_levels: deque[float] = deque(maxlen=2 * USUAL_REPORTS)
         self._is_compared = False  # with the earlier generations
+        self._explained_ns: int | None = None  # when another finding last explained the rise
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
@@ -197,11 +198,14 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
     ) -> bool:
         """Return whether it lasts, and neither chance nor more work explains it."""
         seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
-        if seconds < self.settings.lasting_seconds or self._is_usual(reported):
-            return False
+        if self._is_explained(reported, observation):
+            self._explained_ns = now_ns
+        since_ns = max(reported.onset_ns, self._explained_ns or 0)
+        if now_ns - since_ns < self.settings.lasting_seconds * 1e9 or self._is_usual(reported):
+            return False  # also for a moment after the end of what explained it
         if HOST_NOISE.name in observation.active_kinds:
             return False  # until its CPUs are no longer too busy for a verdict
-        if self._is_explained(reported, observation) or self._has_more_work(reported):
+        if self._has_more_work(reported):
             return False
         share = cpu_wait_share(observation, self.generation)
         return slowdown >= largest_accident(share, seconds)
