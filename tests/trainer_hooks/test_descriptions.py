@@ -53,32 +53,32 @@ def train(*widths: int, steps: int = 3) -> None:
             optimizer.step()
 
 
-def models(reader: RingReader) -> list[tuple[str, str]]:
-    """Return the parameters and the first step of each other model that was reported."""
+def trained(reader: RingReader) -> list[dict[str, str]]:
+    """Return what was reported about other models and optimizers."""
     found = [each.metadata for each in reader.new_descriptions()]
-    return [
-        (each["trained_parameters"], each["trained_since_step"])
-        for each in found
-        if "trained_parameters" in each
-    ]
+    return [each for each in found if any(key.endswith("_since_step") for key in each)]
 
 
 @pytest.mark.usefixtures("session")
 def test_another_model_in_the_same_process_is_reported(reader: RingReader) -> None:
     for width in (7, 7, 15, 7):  # the second is the same model again
         train(width)
-    assert models(reader) == [("16", "6"), ("8", "9")]
+    assert trained(reader) == [
+        {"optimizer_since_step": "3"},
+        {"trained_parameters": "16", "trained_since_step": "6"},
+        {"trained_parameters": "8", "trained_since_step": "9"},
+    ]
 
 
 @pytest.mark.usefixtures("session")
 def test_several_optimizers_train_one_model(reader: RingReader) -> None:
     train(7, 15)
     train(7, 15)
-    assert models(reader) == []
+    assert trained(reader) == [{"optimizer_since_step": "3"}]
 
 
 def test_only_so_many_models_are_reported(reader: RingReader, session: Session) -> None:
     for width in range(1, 40):
         train(width, steps=1)
-    assert len(models(reader)) == 24
+    assert len(trained(reader)) == 24
     assert not session.recorder.failures

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline import hooks
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
 
@@ -175,3 +176,55 @@ def test_communication_between_the_wait_and_the_block_belongs_to_the_step(
     moved = next(span for span in found if span.op >= 1024)
     assert moved.step == step.step
     assert step.start_ns <= moved.start_ns < moved.end_ns <= step.end_ns
+
+
+def mark(numbers: range) -> None:
+    for number in numbers:
+        paceline.step_begin(number)
+        paceline.step_end()
+
+
+def test_a_training_that_numbers_its_steps_from_the_beginning_again_continues(
+    reader: RingReader,
+) -> None:
+    """As in each epoch, or each fold of a cross-validation."""
+    mark(range(3))
+    mark(range(3))
+    with paceline.step(0):
+        pass
+    paceline.checkpoint_saved(1)
+    assert numbers(reader) == list(range(7))
+    assert reader.view().saved_step == 7
+
+
+def test_loops_that_number_their_steps_from_the_beginning_again_continue(
+    reader: RingReader,
+) -> None:
+    for _ in range(2):
+        list(paceline.steps([0, 0, 0], start=0))
+    assert numbers(reader) == list(range(6))
+
+
+def test_the_numbers_of_a_resumed_script_begin_again_too(reader: RingReader) -> None:
+    mark(range(500, 503))
+    mark(range(500, 502))
+    mark(range(2))
+    assert numbers(reader) == [500, 501, 502, 503, 504, 505, 506]
+
+
+@pytest.mark.parametrize("again", [range(2, 4), range(1, 4)], ids=["one step", "later steps"])
+def test_steps_that_are_done_again_keep_their_numbers(reader: RingReader, again: range) -> None:
+    mark(range(3))
+    mark(again)
+    assert numbers(reader) == [0, 1, 2, *again]
+
+
+def test_a_request_is_followed_at_the_recorded_step(reader: RingReader) -> None:
+    mark(range(3))
+    paceline.step_begin(0)
+    assert hooks.recorded_step(0) == 3
+    hooks.training_begins(1)
+    assert hooks.recorded_step(1) == 4
+    hooks.training_begins(0)
+    paceline.step_end()
+    assert hooks.recorded_step(0) == 3

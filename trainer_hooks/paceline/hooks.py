@@ -686,7 +686,7 @@ def expect_steps(total: int) -> None:
     """
     session = _session
     if session is not None and get_ident() == _owner and total > 0:
-        session.guard(session.expect_steps, total)
+        session.guard(session.expect_steps, total + session.loop.offset)
 
 
 def replicas_differ(mismatch: str) -> None:
@@ -715,7 +715,18 @@ def completed_steps() -> int | None:
     if session is None:
         return None
     counted = steps_of_framework()
-    return session.loop.completed_steps() if counted is None else counted
+    return session.loop.completed_steps() if counted is None else counted + session.loop.offset
+
+
+def recorded_step(step: int) -> int:
+    """Return the number under which a step is recorded that the script numbers itself."""
+    return step if _session is None else step + _session.loop.offset
+
+
+def training_begins(step: int) -> None:
+    """Note that a training begins with this step; it may be the second one; for adapters."""
+    if (loop := _loop()) is not None and _session is not None:
+        _session.guard(loop.begin_training, step)
 
 
 def given_step() -> int | None:
@@ -782,7 +793,7 @@ def checkpoint_saved(step: int, path: str | os.PathLike[str] | None = None) -> N
     if session is not None:
         session.saves.are_reported = True
         session.saves.count += 1
-        session.guard(session.recorder.checkpoint_saved, step)
+        session.guard(session.recorder.checkpoint_saved, step + session.loop.offset)
         if path is not None and get_ident() == _owner:
             session.guard(session.saves.describe, path)
         session.guard(on_checkpoint, True)

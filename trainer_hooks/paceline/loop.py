@@ -117,6 +117,10 @@ class Loop:
         self.optimized_ns = 0  # end of the last call
         self.has_optimized = False  # in any step
         self.has_updated = False  # in any step, without an optimizer of torch
+        # Added to the numbers of a script that counts from the beginning again in each of several
+        # trainings, so that no number is used twice.
+        self.offset = 0
+        self._first_given: int | None = None  # number of its first step, as the script numbers it
         self._next_step = 0
         self._started = False
         self._marked = False  # the script began the open step, and will end it
@@ -138,6 +142,29 @@ class Loop:
     def is_usable(self) -> bool:
         """Return whether this is the thread that trains."""
         return get_ident() == self._recorder.owner
+
+    # Numbers of the script
+
+    def begin_training(self, step: int) -> None:
+        """Begin a training whose first step has this number.
+
+        It may be the second one of this process.
+        """
+        if self._started and step + self.offset < self._next_step:
+            self.offset = self._next_step - step
+        self._first_given = step
+
+    def _recorded(self, step: int) -> int:
+        """Return the number to record for a step of the script.
+
+        A script that numbers a step as its first one again, after others, trains again. A single
+        step that it does again, or a return to a later one, is no new training.
+        """
+        if self._first_given is None:
+            self._first_given = step
+        elif step <= self._first_given and step + self.offset < self._next_step - 1:
+            self.begin_training(step)
+        return step + self.offset
 
     # Calls of the script
 
@@ -181,6 +208,7 @@ class Loop:
         if self._waits:  # the loader itself marks steps: its wait ends here
             self._waits = 1
             self.end_wait()
+        step = None if step is None else self._recorded(step)
         if not self.is_open or step not in (None, self._recorder.step):
             self.begin_step(self._next_step if step is None else step)
         self._marked = True
@@ -265,9 +293,11 @@ class Loop:
         try:
             if state is None:
                 batches = iter(loader)
+                start = start if start is None else self._recorded(start)
             else:
                 batches = state.begin(loader)
                 start = start if state.step is None else state.step
+                self.offset = 0  # its checkpoints have the numbers of the steps
             if start is not None and not self.is_open:
                 self._next_step, self.is_numbered = start, True
             while True:

@@ -164,7 +164,7 @@ class _Script:
         if self.due is not None and self.is_asked:
             self.finish()
         own = agreement()
-        step = hooks.completed_steps() if step is None else step
+        step = hooks.completed_steps() if step is None else hooks.recorded_step(step)
         if self.due is None and own is not None and step is not None and not self.is_stopping:
             self.due = own.at(step)
             self.is_asked = False

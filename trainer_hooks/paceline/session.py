@@ -40,6 +40,7 @@ from paceline_wire.coverage import NOT_RECORDED, RECORDER
 from paceline_wire.ending import Ending
 from paceline_wire.metadata import (
     CHECKPOINT_PATH,
+    OPTIMIZER_SINCE_STEP,
     REPLICA_MISMATCH,
     ROLL_BACK,
     TOTAL_STEPS,
@@ -66,7 +67,7 @@ LONGEST_NAME = 200
 MAXIMUM_ACTIONS = 1 << 14  # distinct (op, microbatch, chunk, peer)
 
 DESCRIBED_AFTER_STEPS = (3, 8, 32, 256)  # what was recognized is reported, if it changed
-MOST_MODELS = 24  # changes of the model that are reported: the ring has little room for them
+MOST_MODELS = 24  # new models, and new optimizers, that are reported: the ring has little room
 
 LARGEST_COUNT = 1 << 48  # samples or tokens of one call
 LARGEST_SQUARES = 1 << 62  # the largest sum of squared lengths that a reader accepts
@@ -113,7 +114,7 @@ class Session:
         self._reports_flops = False
         self._next_measured = measured_after(0)  # step whose memory is measured next
         self._parameters = 0  # numbers in the parameters that the newest optimizers train
-        self._models = 0  # changes of that number
+        self._models = self._optimizers = 0  # that were reported
         self.has_place = False  # the script gave this rank's coordinates
         self.marks_compute = False  # the script or a recognized schedule times its microbatches
         self.annotates = False  # the script calls `paceline.pipelining` itself
@@ -302,17 +303,19 @@ class Session:
             self.guard(self._describe_steps)
 
     def _optimizers_began(self, parameters: int) -> None:
-        """Report another model, as in a script that trains several in one process.
+        """Report another model or optimizer, as in a script that trains several in one process.
 
-        A new optimizer for as many parameters as before trains the same one.
+        A new optimizer for as many parameters as before trains the same model, or one like it.
         """
         before, self._parameters = self._parameters, parameters
-        if before in (0, parameters) or self._models == MOST_MODELS:
-            return
-        self._models += 1
-        step = self.recorder.step
-        metadata = {TRAINED_PARAMETERS: str(parameters), TRAINED_SINCE_STEP: str(step)}
-        self.update(source="optimizer", metadata=metadata)
+        step = str(self.recorder.step)
+        if before not in (0, parameters) and self._models < MOST_MODELS:
+            self._models += 1
+            metadata = {TRAINED_PARAMETERS: str(parameters), TRAINED_SINCE_STEP: step}
+            self.update(source="optimizer", metadata=metadata)
+        elif before == parameters and self._optimizers < MOST_MODELS:
+            self._optimizers += 1
+            self.update(source="optimizer", metadata={OPTIMIZER_SINCE_STEP: step})
 
     def _describe_steps(self) -> None:
         metadata = {"steps": self.recognition.describe()}

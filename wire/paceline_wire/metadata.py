@@ -7,6 +7,7 @@ KUBERNETES_JOB = "kubernetes_job"  # NAMESPACE/NAME of the JobSet whose pod the 
 KUBERNETES_NODE = "kubernetes_node"  # Kubernetes' name of the rank's node
 KUBERNETES_RESTARTS = "kubernetes_restarts"  # how often the JobSet had been restarted before
 KUBERNETES_UID = "kubernetes_uid"  # uid of the JobSet; absent if the pod does not have it
+OPTIMIZER_SINCE_STEP = "optimizer_since_step"  # the first step of another optimizer
 REPLICA_MISMATCH = "replica_mismatch"  # JSON: replicas whose parameters differ
 ROLL_BACK = "roll_back"  # the script goes back to a checkpoint before a step on request
 SLURM_JOB = "slurm_job"  # id of the job whose step the rank is

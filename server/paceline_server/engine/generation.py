@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -50,7 +50,7 @@ from paceline_wire.batch import (
     RankStackTraces,
     RankState,
 )
-from paceline_wire.metadata import TRAINED_SINCE_STEP
+from paceline_wire.metadata import OPTIMIZER_SINCE_STEP, TRAINED_SINCE_STEP
 from paceline_wire.ring import SectionDefinition
 from paceline_wire.stacks import bounded, plain
 
@@ -96,11 +96,12 @@ class RunningGeneration:
         self._policy = policy
         self._world_size = placement.topology.world_size
         self.model = StepModel(placement.generation, placement.topology, placement.metadata)
-        self._detector_classes = detectors
         self._detectors = [detector(self.generation, policy) for detector in detectors]
         self._reported_topology = ReportedTopology(self._world_size)
         self._cleared: list[Finding] = []  # because the topology or the model changed
-        self._other_model_step: int | None = None  # first step of another model, not yet finished
+        # First steps, not yet finished, of another model and of another optimizer.
+        self._other_model_step: int | None = None
+        self._other_optimizer_step: int | None = None
         self.has_several_models = False  # trained one after the other
         self._detected_since = 0  # steps before it are no longer for the detectors
         self._ranks: dict[int, LiveRank] = {}
@@ -240,9 +241,15 @@ class RunningGeneration:
                 self._sections[event.rank, definition.id] = definition.name
         for description in event.descriptions:
             self._reported_topology.add_description(event.rank, description)
-            step = description.metadata.get(TRAINED_SINCE_STEP, "")
-            if event.rank == 0 and step.isdecimal():
-                self._other_model_step = int(step[:_STEP_DIGITS])
+            if event.rank == 0:
+                self._note_trainings(description.metadata)
+
+    def _note_trainings(self, metadata: Mapping[str, str]) -> None:
+        model, optimizer = metadata.get(TRAINED_SINCE_STEP), metadata.get(OPTIMIZER_SINCE_STEP)
+        if model is not None and model.isdecimal():
+            self._other_model_step = int(model[:_STEP_DIGITS])
+        if optimizer is not None and optimizer.isdecimal():
+            self._other_optimizer_step = int(optimizer[:_STEP_DIGITS])
 
     def _add_stacks(self, event: RankStackTraces) -> None:
         self._stacks[event.rank] = replace_fields(
@@ -270,7 +277,7 @@ class RunningGeneration:
         """Return the steps closed since the last call, for the detectors and the ledger."""
         self._relocate(now_ns)
         finished = self.model.take_finished()
-        self._note_other_model(finished, now_ns)
+        self._begin_trainings(finished, now_ns)
         self._new_timings = [timing for _, timing in finished]
         self._remember(self._new_timings)
         self._measured += [MeasuredStep.of(step, timing.ranks) for step, timing in finished]
@@ -322,38 +329,48 @@ class RunningGeneration:
         self.placement = replace_fields(before, topology=reported, topology_source=source)
         self.generation = replace(self.generation, topology=reported)
         self.model.relocate(reported)
-        self._detectors = [
-            detector(self.generation, self._policy) for detector in self._detector_classes
-        ]
-        self._forget_measured("The ranks have other peers than it seemed.", now_ns)
+        self._forget_steps()
+        self._begin_detection(_is_any)
+        self._clear("The ranks have other peers than it seemed.", now_ns, _is_slow)
 
-    def _note_other_model(self, finished: Sequence[FinishedStep], now_ns: int) -> None:
-        """Compare no more with the steps of another model, which the same processes trained before.
+    def _begin_trainings(self, finished: Sequence[FinishedStep], now_ns: int) -> None:
+        """Compare no more with what the same processes trained before, once a step of it is there.
 
-        A step of the new one may take several times as long, and its loss begins high again.
+        A step of another model may take several times as long. Its loss begins high again, as does
+        that of the same model with another optimizer.
         """
-        step = self._other_model_step
-        if step is None or all(timing.step < step for _, timing in finished):
-            return
-        self._other_model_step, self._detected_since = None, step
-        self.has_several_models = True
-        self.generation = replace(self.generation, earlier=None)
-        self._first_steps = FirstSteps(self.generation.number)
+        newest = max((timing.step for _, timing in finished), default=-1)
+        model, optimizer = self._other_model_step, self._other_optimizer_step
+        if optimizer is not None and optimizer <= newest:
+            self._other_optimizer_step = None
+            self._begin_detection(_is_of_loss)
+            self._clear("The same processes use another optimizer.", now_ns, _is_of_loss)
+        if model is not None and model <= newest:
+            self._other_model_step, self._detected_since = None, model
+            self.has_several_models = True
+            self.generation = replace(self.generation, earlier=None)
+            self._first_steps = FirstSteps(self.generation.number)
+            self._forget_steps()
+            self._begin_detection(_is_of_model)
+            self._clear("The same processes train another model.", now_ns, _is_of_model)
+
+    def _forget_steps(self) -> None:
+        self._recent.clear()
+        self._replay = RunReplay((), self.generation.topology, {})
+
+    def _begin_detection(self, concerns: Callable[[Kind], bool]) -> None:
+        """Replace the detectors of such kinds: they forget what they have measured."""
         self._detectors = [
             type(detector)(self.generation, self._policy)
-            if any(kind.effect == "slow" or kind is LOSS for kind in detector.kinds)
+            if any(map(concerns, detector.kinds))
             else detector
             for detector in self._detectors
         ]
-        self._forget_measured("The same processes train another model.", now_ns, LOSS)
 
-    def _forget_measured(self, summary: str, now_ns: int, *kinds: Kind) -> None:
-        """Forget the recent steps. Clear what is slow, and the findings of these kinds."""
-        self._recent.clear()
-        self._replay = RunReplay((), self.generation.topology, {})
+    def _clear(self, summary: str, now_ns: int, concerns: Callable[[Kind], bool]) -> None:
+        """Clear the findings of such kinds."""
         for fingerprint, finding in list(self._active_findings.items()):
-            kind = kind_of(finding.kind)
-            if kind.effect == "slow" or kind in kinds:
+            if concerns(kind_of(finding.kind)):
                 del self._active_findings[fingerprint]
                 self._cleared.append(cleared(finding, summary, now_ns, finding.step))
 
@@ -562,6 +579,23 @@ class RunningGeneration:
             process_state=state.process_state,
             status=state.view.status,
         )
+
+
+def _is_any(_: Kind) -> bool:
+    return True
+
+
+def _is_slow(kind: Kind) -> bool:
+    return kind.effect == "slow"
+
+
+def _is_of_loss(kind: Kind) -> bool:
+    return kind is LOSS
+
+
+def _is_of_model(kind: Kind) -> bool:
+    """Return whether findings of this kind compare with earlier steps of the same model."""
+    return _is_slow(kind) or _is_of_loss(kind)
 
 
 def _is_straggler(finding: Finding) -> bool:

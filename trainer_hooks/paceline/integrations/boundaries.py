@@ -25,6 +25,7 @@ from paceline.hooks import (
     pipelining,
     step_begin,
     step_end,
+    training_begins,
 )
 from paceline.sections import INERT
 from paceline.session import log_once
@@ -91,6 +92,8 @@ class StepBoundaries:
                 "the checkpoints, and that the script resumes (such as "
                 "resume_from_checkpoint). To train from step 0 again, start a new job."
             )
+        if self.has_resumed:
+            training_begins(step)
         self.has_resumed = True
         self.begin(step)
 

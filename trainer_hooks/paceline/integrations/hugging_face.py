@@ -41,8 +41,8 @@ class PacelineCallback(TrainerCallback):  # type: ignore[misc]
     @never_raises
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._boundaries.take()
-        expect_steps(state.max_steps)
         self._boundaries.resume(state.global_step)
+        expect_steps(state.max_steps)
 
     @never_raises
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

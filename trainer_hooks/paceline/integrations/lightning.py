@@ -53,8 +53,8 @@ class LightningCallback(_package.Callback):  # type: ignore[misc]
     @never_raises
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _boundaries.take()
-        expect_steps(trainer.max_steps)  # -1: the epochs are limited
         _boundaries.resume(trainer.global_step)
+        expect_steps(trainer.max_steps)  # -1: the epochs are limited
 
     @never_raises
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
