@@ -41,9 +41,10 @@ class ReportedRise:
     def is_reported(self) -> bool:
         return bool(self.finding.summary)
 
-    def lasts(self, now_ns: int) -> bool:
+    def lasts(self, now_ns: int, observation: Observation) -> bool:
         """Return whether the rise is reported, or has lasted long enough to be."""
-        return self.is_reported or now_ns - self.onset_ns >= LEAST_SECONDS * 1e9
+        seconds = observation.training_seconds(self.onset_ns, now_ns)
+        return self.is_reported or seconds >= LEAST_SECONDS
 
 
 Reported = TypeVar("Reported", bound=ReportedRise)
@@ -151,7 +152,9 @@ class RiseReports(ABC, Generic[Reported]):
                 return []
             return [self._end(reported, step, observation)]
         if not reported.is_reported:
-            if not (reported.lasts(ended_ns) and reported.levels.agrees(reported.rise)):
+            if not (
+                reported.lasts(ended_ns, observation) and reported.levels.agrees(reported.rise)
+            ):
                 return []
             if not self.is_certain(reported, ended_ns, observation):
                 return []

@@ -36,7 +36,7 @@ from paceline_server.policy import Policy
 from paceline_server.steps.efficiency import MeasuredStep, efficiency
 from paceline_server.steps.first_steps import FirstSteps
 from paceline_server.steps.model import FinishedStep, StepModel
-from paceline_server.steps.timing import StepTiming
+from paceline_server.steps.timing import RankTimes, StepTiming
 from paceline_server.steps.types import Efficiency, StepSummary, UsualStep
 from paceline_server.whatif.goodput import step_goodput
 from paceline_server.whatif.online import RunReplay
@@ -56,6 +56,8 @@ from paceline_wire.stacks import bounded, plain
 
 RECENT_STEPS = 20  # steps in the typical step time that is displayed
 P99_STEPS = 200
+PAUSES = 64  # newest evaluations and checkpoints that are remembered
+_LEAST_PAUSE_SECONDS = 1.0
 SAVED_STEPS = 9  # checkpoints whose median interval is taken
 # Steps for the what-if replay: enough to distinguish a fault from noise, in tables of bounded size
 # (a row has about 100 bytes).
@@ -122,6 +124,7 @@ class RunningGeneration:
         self._durations: deque[float] = deque(maxlen=P99_STEPS)
         self._moved = set(range(placement.topology.world_size))
         self._new_timings: list[StepTiming] = []
+        self._pauses: deque[tuple[int, int]] = deque(maxlen=PAUSES)
         self._recent: deque[StepTiming] = deque()
         self._replay = RunReplay((), self.generation.topology, {})
         self._active_findings: dict[str, Finding] = {}  # by fingerprint
@@ -291,6 +294,9 @@ class RunningGeneration:
             self._joined.add(summary, now_ns)
         self._steps_finished += len(steps)
         self._first_steps.add(steps, self.generation.topology)
+        self._pauses += [
+            pause for _, timing in finished if (pause := _pause(timing.ranks)) is not None
+        ]
         blocked = [timing.ranks.checkpoint_seconds.max(initial=0.0) for _, timing in finished]
         self._blocked_seconds += [float(seconds) for seconds in blocked if seconds > 0.0]
         if steps and self.first_step is None:
@@ -414,6 +420,7 @@ class RunningGeneration:
             ranks=self._ranks,
             last_seen_ns=last_seen_ns,
             others_seen_ns=others_seen_ns,
+            pauses=tuple(self._pauses),
             lateness_ns=lateness_ns,
             exited=self._exited,
             losses=self._losses,
@@ -579,6 +586,15 @@ class RunningGeneration:
             process_state=state.process_state,
             status=state.view.status,
         )
+
+
+def _pause(ranks: RankTimes) -> tuple[int, int] | None:
+    """Return start and end of a step most of which is an evaluation or a checkpoint."""
+    paused = ranks.checkpoint_seconds + ranks.evaluation_seconds + ranks.evaluation_wait_seconds
+    if paused.max(initial=0.0) < _LEAST_PAUSE_SECONDS:
+        return None
+    start_ns, end_ns = int(ranks.start_ns.min()), int(ranks.end_ns.max())
+    return (start_ns, end_ns) if paused.max() >= (end_ns - start_ns) / 2e9 else None
 
 
 def _is_any(_: Kind) -> bool:

@@ -77,6 +77,30 @@ def test_a_busy_host_is_reported_with_what_it_hides_and_its_end():
     assert (over.fingerprint, over.cleared) == (found.fingerprint, True)
 
 
+def test_waits_for_cpus_are_a_share_of_the_time_in_which_the_ranks_train():
+    """The ranks wait for a CPU for 40% of ten steps; then they evaluate for 300 s without any."""
+    job = Waiting(BusyHostDetector)
+    job.advance(10, 0.4)
+    onset_ns, begin_ns = START_NS + 6 * STEP_NS, START_NS + 9 * STEP_NS
+    for rank, waited in job.seconds.items():
+        node = job.watched.generation.node(rank)
+        for second in range(10, 301, 10):
+            sample = Sample(
+                WAIT, {"job": "job", "rank": str(rank)}, waited, begin_ns + second * 10**9
+            )
+            job.watched.telemetry.add(node, sample)
+    timing = dataclasses.replace(JOB).play(9)
+    seen = dataclasses.replace(job.watched._seen(timing), now_ns=begin_ns + 300 * 10**9)
+    generation = job.watched.generation
+    assert wait_share_since(seen, generation, onset_ns) < 0.05
+    paused = dataclasses.replace(seen, pauses=((begin_ns, seen.now_ns),))
+    assert cpu_wait_share(paused, generation) == pytest.approx(0.4)
+    assert wait_share_since(paused, generation, onset_ns) == pytest.approx(0.4)
+    assert paused.training_seconds(onset_ns, seen.now_ns) == 30.0
+    assert paused.training_seconds(onset_ns, begin_ns - 10**9) == 29.0
+    assert paused.training_since_ns(20.0) == begin_ns - 20 * 10**9
+
+
 def test_a_busy_host_is_reported_with_the_processes_that_keep_it_busy():
     job = Waiting(BusyHostDetector)
     job.advance(8, 0.4)

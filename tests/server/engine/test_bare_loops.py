@@ -177,3 +177,17 @@ def test_a_restart_is_not_compared_with_another_model(is_reported: bool) -> None
     job.restart()
     found = [one for _ in range(60) for one in job.advance([step(600.0, 30.0)] * RANKS)]
     assert [one.kind for one in found] == ([] if is_reported else ["slower_steps"])
+
+
+@pytest.mark.parametrize("steps", [4, 12])
+def test_an_evaluation_does_not_confirm_a_slow_rank(steps: int) -> None:
+    """Rank 1 is slow for some steps of 0.3 s, and then evaluates for 30 s while the others wait."""
+    job = BareLoop()
+    found: list[Finding] = []
+    for number in range(60 + steps):
+        slow = 1.5 if number >= 60 else 1.0
+        compute = job.chance.normal(300.0, 3.0, RANKS) * [1.0, slow, 1.0]
+        found += job.advance([step(each, 30.0) for each in compute])
+    evaluation = [(Op.EVALUATE, 450.0, 30_450.0), (Op.STEP, 0.0, 30_480.0)]
+    found += job.advance([evaluation] * RANKS)
+    assert ("straggler" in [one.kind for one in found]) == (steps >= 8)

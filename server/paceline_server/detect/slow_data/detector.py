@@ -203,7 +203,7 @@ class SlowDataDetector(Detector):
         """Return the findings on waits that have lasted long enough now."""
         now_ns, findings = self._ended_ns, []
         for fingerprint, active in self._active.items():
-            seconds = (now_ns - active.onset_ns) / 1e9
+            seconds = observation.training_seconds(active.onset_ns, now_ns)
             if active.finding is not None or seconds < active.least_seconds:
                 continue
             recent = max(

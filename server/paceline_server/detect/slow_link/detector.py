@@ -206,7 +206,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             self.report(active, observation)
             for active in new.values()
             if active.is_reported
-            or (active.lasts(now_ns) and self.is_certain(active, now_ns, observation))
+            or (active.lasts(now_ns, observation) and self.is_certain(active, now_ns, observation))
         ]
 
     def _slower_deliveries(self, observation: Observation) -> list[Shift]:
@@ -378,7 +378,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         pressure = pressure_share(observation, self.generation, reported.route.ranks)
         waiting = wait_share_since(observation, self.generation, reported.onset_ns) or 0.0
         share = max(waiting, OF_PRESSURE * pressure)
-        seconds = (now_ns - reported.onset_ns) / 1e9
+        seconds = observation.training_seconds(reported.onset_ns, now_ns)
         accident = 1.0 + 2.0 * (largest_accident(share, seconds) - 1.0)
         least = max(self._detector.policy.slow_link_slowdown, accident)
         cost_ratio = self._cost_ratio(now - reported.usual_seconds, None)

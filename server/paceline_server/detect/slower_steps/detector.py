@@ -197,11 +197,12 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         self, reported: _ReportedSlowdown, now_ns: int, observation: Observation
     ) -> bool:
         """Return whether it lasts, and neither chance nor more work explains it."""
-        seconds, slowdown = (now_ns - reported.onset_ns) / 1e9, self.slowdown(reported)
+        slowdown = self.slowdown(reported)
         if self._is_explained(reported, observation):
             self._explained_ns = now_ns
         since_ns = max(reported.onset_ns, self._explained_ns or 0)
-        if now_ns - since_ns < self.settings.lasting_seconds * 1e9 or self._is_usual(reported):
+        seconds = observation.training_seconds(since_ns, now_ns)
+        if seconds < self.settings.lasting_seconds or self._is_usual(reported):
             return False  # also for a moment after the end of what explained it
         if HOST_NOISE.name in observation.active_kinds:
             return False  # until its CPUs are no longer too busy for a verdict

@@ -230,7 +230,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         return [
             self.report(active, observation)
             for active in rises
-            if active.lasts(now_ns) and self.is_certain(active, now_ns, observation)
+            if active.lasts(now_ns, observation) and self.is_certain(active, now_ns, observation)
         ]
 
     def is_certain(
@@ -249,7 +249,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             # One of the ranks that wait for CPUs may wait the longest for a while.
             own = wait_share_since(observation, self.generation, onset_ns, ranks)
             explaining = max(share, min(own or 0.0, _LONGEST_WAITS * usual))
-        seconds, slowdown = (now_ns - onset_ns) / 1e9, self.slowdown(reported)
+        seconds = observation.training_seconds(onset_ns, now_ns)
+        slowdown = self.slowdown(reported)
         own_share = self._recent.own_share(reported, slowdown)
         if slowdown < largest_accident(explaining, seconds, own_share):
             return False
