@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import load
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import lr_scheduler
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import paceline
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
@@ -241,6 +242,121 @@ def test_what_the_script_does_between_epochs_is_not_repeated_after_a_save(
     repeated, loaded = run(tmp_path / "two", 3)
     assert repeated == [], "the run is complete"
     assert torch.equal(loaded, weight), "its state is loaded all the same"
+
+
+@pytest.mark.parametrize("uses_epochs", [True, False])
+def test_what_the_script_does_at_the_begin_of_an_epoch_outlives_a_save_before_it(
+    tmp_path: Path, uses_epochs: bool
+) -> None:
+    def run(directory: Path, last: int) -> list[Tensor]:
+        script, seen = Script(directory, every=0), list[Tensor]()
+        state = script.state
+        for epoch in state.epochs(4) if uses_epochs else range(4):
+            torch.manual_seed(epoch)
+            for group in script.optimizer.param_groups:
+                group["lr"] = 0.5**epoch
+            for _ in paceline.steps(range(2), state=state):
+                script.model(torch.rand(3)).sum().backward()
+                script.optimizer.step()
+                script.optimizer.zero_grad()
+                seen.append(script.model.weight.detach().clone())
+            state.save()
+            if epoch == last:
+                break
+        state.wait()
+        return seen
+
+    whole = run(tmp_path / "whole", 3)
+    parts = run(tmp_path / "two", 1) + run(tmp_path / "two", 3)
+    assert torch.equal(torch.stack(parts), torch.stack(whole))
+
+
+def test_a_group_that_is_added_at_the_begin_of_an_epoch_fits_a_save_before_it(
+    tmp_path: Path,
+) -> None:
+    def run(directory: Path, last: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        optimizer = torch.optim.AdamW(model[1].parameters())
+        state = paceline.Checkpoints(directory, every=0, model=model, optimizer=optimizer)
+        for epoch in state.epochs(4):
+            if epoch >= 1 and len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": model[0].parameters()})
+            for _ in paceline.steps(range(2), state=state):
+                model(torch.ones(3)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            state.save()
+            if epoch == last:
+                break
+        state.wait()
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    run(tmp_path / "two", 1)
+    assert torch.equal(run(tmp_path / "two", 3), run(tmp_path / "whole", 3))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata
+@pytest.mark.parametrize("uses_epochs", [True, False])
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.utils.data.DataLoader, {"has_generator": True}),
+        (torch.utils.data.DataLoader, {"num_workers": 1, "persistent_workers": True}),
+        (StatefulDataLoader, {}),
+        (StatefulDataLoader, {"has_generator": True}),
+        (StatefulDataLoader, {"num_workers": 1, "persistent_workers": True}),
+    ],
+)
+def test_the_order_of_data_after_a_save_between_epochs_is_that_of_the_whole_run(
+    tmp_path: Path, kind: Any, options: dict[str, Any], is_named: bool, uses_epochs: bool
+) -> None:
+    def run(directory: Path, last: int) -> list[Tensor]:
+        torch.manual_seed(3)
+        more = {name: value for name, value in options.items() if name != "has_generator"}
+        if "has_generator" in options:
+            more["generator"] = torch.Generator().manual_seed(4)
+        loader, seen = kind(range(8), batch_size=2, shuffle=True, **more), list[Tensor]()
+        named = {"loader": loader} if is_named else {}
+        state = paceline.Checkpoints(directory, every=0, weight=torch.zeros(1), **named)
+        for epoch in state.epochs(4) if uses_epochs else range(4):
+            for batch in paceline.steps(loader, state=state):
+                seen.append(torch.cat([batch, torch.rand(1)]))
+            state.save()
+            if epoch == last:
+                break
+        state.wait()
+        return seen
+
+    whole = run(tmp_path / "whole", 3)
+    parts = run(tmp_path / "two", 1) + run(tmp_path / "two", 3)
+    assert torch.equal(torch.stack(parts), torch.stack(whole))
+
+
+@pytest.mark.parametrize("uses_epochs", [True, False])
+@pytest.mark.parametrize("seeds", [[0, 1, 2, 3], [5, 5, 5, 5]])
+def test_a_loader_that_the_script_seeds_in_each_epoch_keeps_its_seed(
+    tmp_path: Path, uses_epochs: bool, seeds: list[int]
+) -> None:
+    def run(directory: Path, last: int) -> list[int]:
+        seen, data = list[int](), range(8)
+        state = paceline.Checkpoints(directory, every=0, weight=torch.zeros(1))
+        for epoch in state.epochs(4) if uses_epochs else range(4):
+            loader: Any = torch.utils.data.DataLoader(
+                data,  # type: ignore[arg-type]
+                shuffle=True,
+                generator=torch.Generator().manual_seed(seeds[epoch]),
+            )
+            seen += map(int, paceline.steps(loader, state=state))
+            state.save()
+            if epoch == last:
+                break
+        state.wait()
+        return seen
+
+    whole = run(tmp_path / "whole", 3)
+    assert run(tmp_path / "two", 1) + run(tmp_path / "two", 3) == whole
 
 
 def test_a_save_before_the_state_is_loaded_saves_nothing(tmp_path: Path) -> None:

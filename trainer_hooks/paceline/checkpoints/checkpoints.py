@@ -254,6 +254,8 @@ class Checkpoints:
                 # Accelerate's loaders have the methods also if they have no state.
                 if has_state and getattr(value, "use_stateful_dataloader", True):
                     parts[name] = ObjectPart(value, is_local=True)
+                    if isinstance(value, DataLoader):
+                        self._position.stateful.append(value)
                 else:
                     self._position.loaders.append(value)
                 continue  # the position in others is counted
@@ -298,6 +300,10 @@ class Checkpoints:
         first = 0 if saved is None else int(saved["epoch"]) + _is_over(saved)
         if saved is not None and first >= count:
             self._restore(saved)  # no loop will
+        elif saved is not None and _is_over(saved) and self._fits(saved):
+            # Before what the script does at the begin of the epoch, which was not saved.
+            self._position.epoch = saved["epoch"]
+            self._restore(saved)
         for self._epoch in range(first, count):
             if self.stopped:
                 return
@@ -313,7 +319,10 @@ class Checkpoints:
         that was completed before.
         """
         self._search()
-        if self._saved_position is not None:
+        saved = self._saved_position
+        if saved is not None:
+            if _is_over(saved) and self._position.epoch == saved["epoch"]:
+                self._restore(saved)  # where it was saved: what the script does next was not
             return
         self._count_step()
         with hooks.checkpoint():
@@ -593,6 +602,7 @@ class Checkpoints:
         if _is_over(saved):
             if self._position.epoch < saved["epoch"]:
                 self._position.epoch = saved["epoch"]
+                self._position.watch(loader)
                 self._saved_position = saved  # again, after what the script does between epochs
                 return iter(())
             return self._position.begin(loader)
@@ -636,9 +646,23 @@ class Checkpoints:
                 _log.info("Resumed at step %d from %s.", found.step, found.path)
         self._acted_step = self.step
         if world_size == peers.size:
+            if _is_over(saved):
+                self._position.end_again(saved)
             RandomStates().load_state_dict(saved["random"])
             self._warn_if_frozen_otherwise(saved.get("trained"))  # a release before had none
         return loaded, world_size
+
+    def _fits(self, saved: dict[str, Any]) -> bool:
+        """Return whether all that was saved has a place on all ranks.
+
+        A script may still add some of it, or freeze some, at the begin of the epoch.
+        """
+        found = self._found
+        if found is None:
+            return False
+        is_frozen_so = saved.get("trained") in (None, self._position.trained())
+        stored = StoredState(self._checkpointer, found)
+        return stored.fits(self._parts, is_ready=is_frozen_so)
 
     def _warn_if_frozen_otherwise(self, trained: int | None) -> None:
         own = self._position.trained()

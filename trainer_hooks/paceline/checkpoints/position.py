@@ -5,16 +5,22 @@ The number of parameters that train at this position is noted, too.
 A loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, returns
 there by itself. With any other, the epoch is started again with the random states that it started
 with, and the batches that were taken are skipped. Then the random states of the checkpoint are set.
+
+A checkpoint that was made between two epochs has the state of the loaders after the first of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, GeneratorType
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from paceline.checkpoints.random_states import RandomStates
@@ -25,6 +31,7 @@ class DataPosition:
 
     def __init__(self) -> None:
         self.loaders: list[Any] = []  # those that a loop may only have inside another iterable
+        self.stateful: list[Any] = []  # torchdata's, which save their own position
         self.optimizers: list[Optimizer] = []
         self.epoch = -1  # number of the one in progress
         self.batches = 0  # taken in this epoch
@@ -35,6 +42,9 @@ class DataPosition:
         self._in_step = 0
         self._in_steps = 0  # batches of this epoch that belong to completed steps
         self._began_with: dict[str, Any] = {}  # random states at the begin of the epoch
+        self._loader: ref[Any] | None = None  # the one of the loop
+        self._first: list[Tensor] | None = None  # states of its generators as the script made them
+        self._ended_with: list[dict[str, Any]] = []  # to return to before the next epoch begins
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
@@ -44,6 +54,8 @@ class DataPosition:
             "is_over": self.is_over,
             "batches_per_step": self.batches_per_step,
             "began_with": self._began_with,
+            "first": self._first,
+            "ended_with": self._ends() if self.is_over else [],
             "trained": self.trained(),
             "random": RandomStates().state_dict(),
         }
@@ -72,8 +84,67 @@ class DataPosition:
         self.batches_per_step, self._in_step = max(1, self._in_step), 0
         self._in_steps = self.batches
 
+    def _ends(self) -> list[dict[str, Any]]:
+        """Return the states of the generators of the loop's loader, and of those that are named.
+
+        With each of them, whether it has an iterator.
+        """
+        return [
+            {
+                "generators": [each.get_state() for each in _generators(loader)],
+                "has_iterator": _has_iterator(loader),
+            }
+            for loader in (self._known(), *self.loaders, *self.stateful)
+        ]
+
+    def _known(self) -> Any:
+        return None if self._loader is None else self._loader()
+
+    def end_again(self, saved: dict[str, Any]) -> None:
+        """Return to a position between two epochs; the rest of the state is loaded.
+
+        The loader of the loop may not be known yet.
+        """
+        first = saved.get("first") or []
+        is_seeded = saved["epoch"] > 0 and all(
+            map(torch.equal, saved["began_with"]["generators"], first)
+        )
+        self._first = None if is_seeded else first
+        self._ended_with = saved.get("ended_with") or []  # a release before had none
+        for loader in self.stateful:
+            loader.state_dict()  # makes the iterator of the last epoch, which draws numbers
+        for loader, end in zip(
+            (self._known(), *self.loaders, *self.stateful), self._ended_with, strict=False
+        ):
+            _set(_generators(loader), end["generators"])
+
+    def _continue(self, loader: Any) -> None:
+        """Bring a loader to the state that it had after the last epoch, if it is not yet."""
+        ends, self._ended_with = self._ended_with, []
+        if not ends:
+            return
+        is_named = any(loader is each for each in (*self.loaders, *self.stateful))
+        is_unknown = self._loader is None and not is_named
+        generators = _generators(loader)
+        if is_unknown and _are(generators, self._first):  # the script has not seeded them again
+            _set(generators, ends[0]["generators"])
+        is_same = is_unknown or is_named or loader is self._known()
+        for each, end in zip((loader if is_same else None, *self.loaders), ends, strict=False):
+            is_stateful = any(each is other for other in self.stateful)
+            if (
+                end["has_iterator"]
+                and each is not None
+                and not (is_stateful or _has_iterator(each))
+            ):
+                with _unchanged(generators):
+                    iter(each)
+
     def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Begin the next epoch."""
+        self._continue(loader)
+        self.watch(loader)
+        if self._first is None:
+            self._first = [each.get_state() for each in _generators(loader)]
         self.epoch += 1
         self.batches = self._in_steps = 0
         self.is_over = False
@@ -84,6 +155,10 @@ class DataPosition:
             "has_iterator": [_has_iterator(each) for each in (loader, *self.loaders)],
         }
         return iter(loader)
+
+    def watch(self, loader: Iterable[Any]) -> None:
+        """Note the loader of the loop."""
+        self._loader = ref(loader) if isinstance(loader, DataLoader) else None
 
     def resume(
         self,
@@ -107,6 +182,8 @@ class DataPosition:
         self._in_steps = batches
         self.batches_per_step = saved.get("batches_per_step", 1)  # a release before had none
         self._began_with = saved["began_with"]
+        self._first = saved.get("first")
+        self.watch(loader)
         had = self._began_with.get("has_iterator", False)
         had = had if isinstance(had, list) else [had]  # a release before had that of `loader` only
         for each, had_iterator in zip((loader, *self.loaders), had, strict=False):
@@ -116,9 +193,7 @@ class DataPosition:
         if is_same_rank:
             RandomStates().load_state_dict(self._began_with["random"])
         if is_same_rank and not has_state:
-            states = self._began_with["generators"]
-            for generator, state in zip(_generators(loader, *self.loaders), states, strict=False):
-                generator.set_state(state)
+            _set(_generators(loader, *self.loaders), self._began_with["generators"])
         iterator = iter(loader)
         if not has_state:
             for _ in range(batches):
@@ -169,3 +244,25 @@ def _generators(*loaders: Any) -> list[torch.Generator]:
         found += [getattr(owner, "generator", None) for owner in owners]
     generators = [each for each in found if isinstance(each, torch.Generator)]
     return list({id(each): each for each in generators}.values())
+
+
+def _set(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state)
+
+
+def _are(generators: Sequence[torch.Generator], states: Sequence[Tensor] | None) -> bool:
+    """Return whether generators have these states."""
+    return len(generators) == len(states or ()) and all(
+        torch.equal(generator.get_state(), state)
+        for generator, state in zip(generators, states or (), strict=True)
+    )
+
+
+@contextmanager
+def _unchanged(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Restore the random states afterwards."""
+    states, own = RandomStates().state_dict(), [each.get_state() for each in generators]
+    yield
+    RandomStates().load_state_dict(states)
+    _set(generators, own)

@@ -7,7 +7,8 @@ The tensors of part `model` are `model.NAME`, as torch.distributed.checkpoint wo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,14 @@ def capture(parts: Mapping[str, StatePart]) -> dict[str, Tensor]:
     return state
 
 
+class _Plan(NamedTuple):
+    """The contents to load, by the names of parts."""
+
+    rests: dict[str, Any]
+    targets: dict[str, dict[str, Tensor]]
+    into: dict[str, Tensor]  # by the stored name
+
+
 class StoredState:
     """The state in a checkpoint, as this rank loads it. All ranks make the same calls."""
 
@@ -72,9 +81,44 @@ class StoredState:
             OtherRunError: a part does not fit what was saved.
             CheckpointError: it cannot be loaded with this number of ranks.
         """
-        wanted = {
+        wanted = self._wanted(parts)
+        plan = self._plan(wanted)
+        self._refuse_missing(wanted, plan.rests)
+        self._refuse_unused(wanted, plan.targets)
+        self._checkpointer.read(self._found, plan.into)
+        for name, part in wanted.items():
+            try:
+                part.restore(plan.targets[name], plan.rests[name])
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise OtherRunError(
+                    f"the state {name!r} in {self._found.path} does not fit: {error}: {REMEDY}"
+                ) from error
+        return set(wanted)
+
+    def fits(self, parts: Mapping[str, StatePart], *, is_ready: bool) -> bool:
+        """Return whether `restore` would load the parts; `is_ready`: of this rank."""
+        wanted, plan = self._wanted(parts), None
+        with suppress(CheckpointError, KeyError, RuntimeError, ValueError):
+            plan = self._plan(wanted)
+        # All ranks agree first: those that refuse parts compare them.
+        if not all(self._checkpointer.peers.gather(plan is not None and is_ready)):
+            return False
+        assert plan is not None, "all ranks have one"
+        try:
+            self._refuse_missing(wanted, plan.rests)
+            self._refuse_unused(wanted, plan.targets)
+        except OtherRunError:
+            return False
+        return True
+
+    def _wanted(self, parts: Mapping[str, StatePart]) -> dict[str, StatePart]:
+        """Return the parts to load."""
+        return {
             name: part for name, part in parts.items() if self.is_of_same_ranks or not part.is_local
         }
+
+    def _plan(self, wanted: Mapping[str, StatePart]) -> _Plan:
+        """Return what to read, and where. Raises OtherRunError if this rank's parts do not fit."""
         names = {name: self._rest_names(name) for name in wanted}
         for name, found in names.items():
             if not found:
@@ -93,17 +137,7 @@ class StoredState:
             for name, tensors in targets.items()
             for key, tensor in tensors.items()
         }
-        self._refuse_missing(wanted, whole)
-        self._refuse_unused(wanted, targets)
-        self._checkpointer.read(self._found, into)
-        for name, part in wanted.items():
-            try:
-                part.restore(targets[name], whole[name])
-            except (KeyError, RuntimeError, ValueError) as error:
-                raise OtherRunError(
-                    f"the state {name!r} in {self._found.path} does not fit: {error}: {REMEDY}"
-                ) from error
-        return set(wanted)
+        return _Plan(whole, targets, into)
 
     def _refuse_missing(self, parts: Mapping[str, StatePart], rests: Mapping[str, Any]) -> None:
         """Raise OtherRunError if an optimizer lacks parameters that it had: not all would train."""
