@@ -62,6 +62,13 @@ def test_steps_count_from_start_and_continue_in_the_next_loop(reader: RingReader
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [40, 41, 42]
 
 
+def test_a_start_from_the_beginning_again_continues(reader: RingReader) -> None:
+    """As in each epoch, or in each of several trainings."""
+    for _ in range(2):
+        list(paceline.steps([0, 0, 0], start=0))
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == list(range(6))
+
+
 @pytest.mark.parametrize("start", [-3, 2**32, 3.0, "3", [3]])
 def test_an_invalid_start_counts_from_zero(
     reader: RingReader, start: Any, caplog: pytest.LogCaptureFixture

@@ -197,14 +197,6 @@ def test_a_training_that_numbers_its_steps_from_the_beginning_again_continues(
     assert reader.view().saved_step == 7
 
 
-def test_loops_that_number_their_steps_from_the_beginning_again_continue(
-    reader: RingReader,
-) -> None:
-    for _ in range(2):
-        list(paceline.steps([0, 0, 0], start=0))
-    assert numbers(reader) == list(range(6))
-
-
 def test_the_numbers_of_a_resumed_script_begin_again_too(reader: RingReader) -> None:
     mark(range(500, 503))
     mark(range(500, 502))
