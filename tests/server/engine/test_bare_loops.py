@@ -179,15 +179,25 @@ def test_a_restart_is_not_compared_with_another_model(is_reported: bool) -> None
     assert [one.kind for one in found] == ([] if is_reported else ["slower_steps"])
 
 
+@pytest.mark.parametrize("kind", ["straggler", "slow_data"])
 @pytest.mark.parametrize("steps", [4, 12])
-def test_an_evaluation_does_not_confirm_a_slow_rank(steps: int) -> None:
-    """Rank 1 is slow for some steps of 0.3 s, and then evaluates for 30 s while the others wait."""
+def test_an_evaluation_does_not_confirm_a_slow_rank(steps: int, kind: str) -> None:
+    """Rank 1 is slow for some steps of 0.3 s, and then evaluates for 30 s, as the others do."""
     job = BareLoop()
     found: list[Finding] = []
     for number in range(60 + steps):
-        slow = 1.5 if number >= 60 else 1.0
-        compute = job.chance.normal(300.0, 3.0, RANKS) * [1.0, slow, 1.0]
-        found += job.advance([step(each, 30.0) for each in compute])
-    evaluation = [(Op.EVALUATE, 450.0, 30_450.0), (Op.STEP, 0.0, 30_480.0)]
-    found += job.advance([evaluation] * RANKS)
-    assert ("straggler" in [one.kind for one in found]) == (steps >= 8)
+        late = [0.0, 150.0 if number >= 60 else 0.0, 0.0]
+        compute = job.chance.normal(300.0, 3.0, RANKS)
+        waits = job.chance.normal(5.0, 0.1, RANKS)
+        if kind == "straggler":
+            compute += late
+        else:
+            waits += late
+        found += job.advance(
+            [
+                [(Op.DATA_WAIT, 0.0, wait), *((op, wait + a, wait + b) for op, a, b in rest)]
+                for wait, rest in zip(waits, (step(each, 30.0) for each in compute), strict=True)
+            ]
+        )
+    found += job.advance([[(Op.EVALUATE, 450.0, 30_450.0), (Op.STEP, 0.0, 30_480.0)]] * RANKS)
+    assert (kind in [one.kind for one in found]) == (steps >= 8)
