@@ -17,6 +17,9 @@ Floats = npt.NDArray[np.float64]
 
 # share cut off at either end, because a stall in one microbatch does not make a slow rank
 TRIMMED = 0.25
+# Share of its step that the own time of a rank must have. Less is the rounding of times, as in a
+# step that an evaluation fills; compared with it, any other step would be slow without limit.
+_LEAST_SHARE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def _with_unhooked(timing: StepTiming, world: int) -> ComputeTimes:
     if not marked.all():
         rows = rows.where(marked)
     hooked = np.bincount(rows.rank, minlength=world) > 0
-    bare = ~hooked[ranks.rank] & (ranks.self_seconds > 0)
+    bare = ~hooked[ranks.rank] & (ranks.self_seconds > _LEAST_SHARE * ranks.step_seconds)
     count = int(bare.sum())
     if not count:
         return rows
