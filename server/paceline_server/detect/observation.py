@@ -188,7 +188,8 @@ class Observation:
     # by agent_id: how much longer the delivery of its newest batch took than that of its fastest
     # one
     lateness_ns: Mapping[str, int] = field(default_factory=dict)
-    # Start and end of recent steps that consist of an evaluation or a checkpoint, oldest first.
+    # Start and end of recent steps that consist of an evaluation, a checkpoint or another pause.
+    # The oldest first.
     pauses: Sequence[tuple[int, int]] = ()
     others_seen_ns: int = 0  # when the newest batch of a node without ranks of the job was received
     # Ranks of earlier runs that were seen since this generation began, if a launcher counts runs.
@@ -196,15 +197,14 @@ class Observation:
     active: Sequence[Finding] = ()  # findings that are not cleared
 
     def training_seconds(self, since_ns: int, until_ns: int) -> float:
-        """Return the time between two moments without evaluations and checkpoints."""
+        """Return the time between two moments without pauses, such as evaluations."""
         paused = sum(
             max(min(end, until_ns) - max(start, since_ns), 0) for start, end in self.pauses
         )
         return max(until_ns - since_ns - paused, 0) / 1e9
 
     def training_since_ns(self, seconds: float) -> int:
-        """Return when the newest `seconds` of training began, without evaluations and
-        checkpoints."""
+        """Return when the newest `seconds` of training began, without pauses."""
         since_ns = self.now_ns - round(seconds * 1e9)
         for start, end in reversed(self.pauses):
             if min(end, self.now_ns) <= since_ns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +59,7 @@ RECENT_STEPS = 20  # steps in the typical step time that is displayed
 P99_STEPS = 200
 PAUSES = 64  # newest evaluations and checkpoints that are remembered
 _LEAST_PAUSE_SECONDS = 1.0
+_PAUSE_RATIO = 10.0  # multiple of the steps before that is no slow step, but a pause
 SAVED_STEPS = 9  # checkpoints whose median interval is taken
 # Steps for the what-if replay: enough to distinguish a fault from noise, in tables of bounded size
 # (a row has about 100 bytes).
@@ -125,6 +127,7 @@ class RunningGeneration:
         self._moved = set(range(placement.topology.world_size))
         self._new_timings: list[StepTiming] = []
         self._pauses: deque[tuple[int, int]] = deque(maxlen=PAUSES)
+        self._lengths: deque[float] = deque(maxlen=8)  # seconds of the steps before
         self._recent: deque[StepTiming] = deque()
         self._replay = RunReplay((), self.generation.topology, {})
         self._active_findings: dict[str, Finding] = {}  # by fingerprint
@@ -294,14 +297,29 @@ class RunningGeneration:
             self._joined.add(summary, now_ns)
         self._steps_finished += len(steps)
         self._first_steps.add(steps, self.generation.topology)
-        self._pauses += [
-            pause for _, timing in finished if (pause := _pause(timing.ranks)) is not None
-        ]
+        for _, timing in finished:
+            self._note_pause(timing.ranks)
         blocked = [timing.ranks.checkpoint_seconds.max(initial=0.0) for _, timing in finished]
         self._blocked_seconds += [float(seconds) for seconds in blocked if seconds > 0.0]
         if steps and self.first_step is None:
             self.first_step = steps[0].step
         return steps
+
+    def _note_pause(self, ranks: RankTimes) -> None:
+        """Remember a step most of which is an evaluation or a checkpoint.
+
+        Also one that takes many times as long as those before it: not all of them are recognized.
+        """
+        if not ranks.rank.size:
+            return
+        start_ns, end_ns = int(ranks.start_ns.min()), int(ranks.end_ns.max())
+        seconds = (end_ns - start_ns) / 1e9
+        paused = ranks.checkpoint_seconds + ranks.evaluation_seconds + ranks.evaluation_wait_seconds
+        usual = median(self._lengths) if self._lengths else math.inf
+        self._lengths.append(seconds)
+        is_pause = 2.0 * paused.max() >= seconds or seconds >= _PAUSE_RATIO * usual
+        if is_pause and seconds >= _LEAST_PAUSE_SECONDS:
+            self._pauses.append((start_ns, end_ns))
 
     def _with_goodput(self, summary: StepSummary, timing: StepTiming) -> StepSummary:
         topology, metadata = self.generation.topology, self.model.metadata
@@ -586,15 +604,6 @@ class RunningGeneration:
             process_state=state.process_state,
             status=state.view.status,
         )
-
-
-def _pause(ranks: RankTimes) -> tuple[int, int] | None:
-    """Return start and end of a step most of which is an evaluation or a checkpoint."""
-    paused = ranks.checkpoint_seconds + ranks.evaluation_seconds + ranks.evaluation_wait_seconds
-    if paused.max(initial=0.0) < _LEAST_PAUSE_SECONDS:
-        return None
-    start_ns, end_ns = int(ranks.start_ns.min()), int(ranks.end_ns.max())
-    return (start_ns, end_ns) if paused.max() >= (end_ns - start_ns) / 2e9 else None
 
 
 def _is_any(_: Kind) -> bool:

@@ -179,9 +179,12 @@ def test_a_restart_is_not_compared_with_another_model(is_reported: bool) -> None
     assert [one.kind for one in found] == ([] if is_reported else ["slower_steps"])
 
 
+@pytest.mark.parametrize("is_recognized", [True, False])
 @pytest.mark.parametrize("kind", ["straggler", "slow_data"])
 @pytest.mark.parametrize("steps", [4, 12])
-def test_an_evaluation_does_not_confirm_a_slow_rank(steps: int, kind: str) -> None:
+def test_an_evaluation_does_not_confirm_a_slow_rank(
+    steps: int, kind: str, is_recognized: bool
+) -> None:
     """Rank 1 is slow for some steps of 0.3 s, and then evaluates for 30 s, as the others do."""
     job = BareLoop()
     found: list[Finding] = []
@@ -199,5 +202,6 @@ def test_an_evaluation_does_not_confirm_a_slow_rank(steps: int, kind: str) -> No
                 for wait, rest in zip(waits, (step(each, 30.0) for each in compute), strict=True)
             ]
         )
-    found += job.advance([[(Op.EVALUATE, 450.0, 30_450.0), (Op.STEP, 0.0, 30_480.0)]] * RANKS)
+    evaluation = [(Op.EVALUATE, 450.0, 30_450.0)] if is_recognized else []
+    found += job.advance([[*evaluation, (Op.STEP, 0.0, 30_480.0)]] * RANKS)
     assert (kind in [one.kind for one in found]) == (steps >= 8)
