@@ -686,7 +686,7 @@ def expect_steps(total: int) -> None:
     """
     session = _session
     if session is not None and get_ident() == _owner and total > 0:
-        session.guard(session.expect_steps, total + session.loop.offset)
+        session.guard(session.expect_steps, total)
 
 
 def replicas_differ(mismatch: str) -> None:
@@ -793,7 +793,7 @@ def checkpoint_saved(step: int, path: str | os.PathLike[str] | None = None) -> N
     if session is not None:
         session.saves.are_reported = True
         session.saves.count += 1
-        session.guard(session.recorder.checkpoint_saved, step + session.loop.offset)
+        session.guard(session.checkpoint_saved, step)
         if path is not None and get_ident() == _owner:
             session.guard(session.saves.describe, path)
         session.guard(on_checkpoint, True)

@@ -335,7 +335,12 @@ class Session:
 
     def expect_steps(self, total: int) -> None:
         """Report the number of steps of the whole training."""
-        self.update(source="framework", metadata={TOTAL_STEPS: str(int(total))})
+        total = int(total) + self.loop.offset
+        self.update(source="framework", metadata={TOTAL_STEPS: str(total)})
+
+    def checkpoint_saved(self, step: int) -> None:
+        """Report the step of a complete checkpoint, as the script numbers it."""
+        self.recorder.checkpoint_saved(step + self.loop.offset)
 
     def _describe_checkpoints(self, path: str) -> None:
         self.update(source="torch", metadata={CHECKPOINT_PATH: path})
