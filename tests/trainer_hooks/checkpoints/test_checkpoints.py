@@ -210,6 +210,23 @@ def test_batches_of_an_incomplete_step_are_taken_again(tmp_path: Path) -> None:
     assert again.state.resumed_step == 1
 
 
+def saved_epochs(
+    state: paceline.Checkpoints, last: int, *, uses_epochs: bool = True
+) -> Iterator[int]:
+    """Yield up to four epochs, of which `last` is the last one; save after each."""
+    for epoch in state.epochs(4) if uses_epochs else range(4):
+        yield epoch
+        state.save()
+        if epoch == last:
+            break
+    state.wait()
+
+
+def in_two_parts(run: Callable[[Path, int], list[Tensor]], directory: Path) -> Tensor:
+    """Return what a run of four epochs has seen that was resumed after two."""
+    return torch.stack(run(directory / "two", 1) + run(directory / "two", 3))
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize("uses_epochs", [True, False])
 def test_what_the_script_does_between_epochs_is_not_repeated_after_a_save(
@@ -221,17 +238,13 @@ def test_what_the_script_does_between_epochs_is_not_repeated_after_a_save(
         state = paceline.Checkpoints(
             directory, every=0, model=script.model, optimizer=script.optimizer, scheduler=scheduler
         )
-        for epoch in state.epochs(4) if uses_epochs else range(4):
+        for _ in saved_epochs(state, last, uses_epochs=uses_epochs):
             for number in paceline.steps(range(3), state=state):
                 rates.append(script.optimizer.param_groups[0]["lr"])
                 script.model(torch.full((3,), float(number))).sum().backward()
                 script.optimizer.step()
                 script.optimizer.zero_grad()
             scheduler.step()
-            state.save()
-            if epoch == last:
-                break
-        state.wait()
         return rates, script.model.weight
 
     rates, weight = run(tmp_path / "whole", 3)
@@ -251,7 +264,7 @@ def test_what_the_script_does_at_the_begin_of_an_epoch_outlives_a_save_before_it
     def run(directory: Path, last: int) -> list[Tensor]:
         script, seen = Script(directory, every=0), list[Tensor]()
         state = script.state
-        for epoch in state.epochs(4) if uses_epochs else range(4):
+        for epoch in saved_epochs(state, last, uses_epochs=uses_epochs):
             torch.manual_seed(epoch)
             for group in script.optimizer.param_groups:
                 group["lr"] = 0.5**epoch
@@ -260,15 +273,9 @@ def test_what_the_script_does_at_the_begin_of_an_epoch_outlives_a_save_before_it
                 script.optimizer.step()
                 script.optimizer.zero_grad()
                 seen.append(script.model.weight.detach().clone())
-            state.save()
-            if epoch == last:
-                break
-        state.wait()
         return seen
 
-    whole = run(tmp_path / "whole", 3)
-    parts = run(tmp_path / "two", 1) + run(tmp_path / "two", 3)
-    assert torch.equal(torch.stack(parts), torch.stack(whole))
+    assert torch.equal(in_two_parts(run, tmp_path), torch.stack(run(tmp_path / "whole", 3)))
 
 
 def test_a_group_that_is_added_at_the_begin_of_an_epoch_fits_a_save_before_it(
@@ -279,17 +286,13 @@ def test_a_group_that_is_added_at_the_begin_of_an_epoch_fits_a_save_before_it(
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         optimizer = torch.optim.AdamW(model[1].parameters())
         state = paceline.Checkpoints(directory, every=0, model=model, optimizer=optimizer)
-        for epoch in state.epochs(4):
+        for epoch in saved_epochs(state, last):
             if epoch >= 1 and len(optimizer.param_groups) == 1:
                 optimizer.add_param_group({"params": model[0].parameters()})
             for _ in paceline.steps(range(2), state=state):
                 model(torch.ones(3)).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            state.save()
-            if epoch == last:
-                break
-        state.wait()
         return torch.cat([each.detach().flatten() for each in model.parameters()])
 
     run(tmp_path / "two", 1)
@@ -320,18 +323,12 @@ def test_the_order_of_data_after_a_save_between_epochs_is_that_of_the_whole_run(
         loader, seen = kind(range(8), batch_size=2, shuffle=True, **more), list[Tensor]()
         named = {"loader": loader} if is_named else {}
         state = paceline.Checkpoints(directory, every=0, weight=torch.zeros(1), **named)
-        for epoch in state.epochs(4) if uses_epochs else range(4):
+        for _ in saved_epochs(state, last, uses_epochs=uses_epochs):
             for batch in paceline.steps(loader, state=state):
                 seen.append(torch.cat([batch, torch.rand(1)]))
-            state.save()
-            if epoch == last:
-                break
-        state.wait()
         return seen
 
-    whole = run(tmp_path / "whole", 3)
-    parts = run(tmp_path / "two", 1) + run(tmp_path / "two", 3)
-    assert torch.equal(torch.stack(parts), torch.stack(whole))
+    assert torch.equal(in_two_parts(run, tmp_path), torch.stack(run(tmp_path / "whole", 3)))
 
 
 @pytest.mark.parametrize("uses_epochs", [True, False])
@@ -342,17 +339,13 @@ def test_a_loader_that_the_script_seeds_in_each_epoch_keeps_its_seed(
     def run(directory: Path, last: int) -> list[int]:
         seen, data = list[int](), range(8)
         state = paceline.Checkpoints(directory, every=0, weight=torch.zeros(1))
-        for epoch in state.epochs(4) if uses_epochs else range(4):
+        for epoch in saved_epochs(state, last, uses_epochs=uses_epochs):
             loader: Any = torch.utils.data.DataLoader(
                 data,  # type: ignore[arg-type]
                 shuffle=True,
                 generator=torch.Generator().manual_seed(seeds[epoch]),
             )
             seen += map(int, paceline.steps(loader, state=state))
-            state.save()
-            if epoch == last:
-                break
-        state.wait()
         return seen
 
     whole = run(tmp_path / "whole", 3)
