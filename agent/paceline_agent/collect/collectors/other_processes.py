@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from paceline_agent.collect.cached_files import read_once, read_text_once
+from paceline_agent.collect.child_processes import ChildProcesses
 from paceline_agent.collect.contract import Collected, Collector, Context, Metric
 from paceline_wire import metric_names
 from paceline_wire.batch import Sample
@@ -55,6 +56,7 @@ class OtherProcessesCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        self._children = ChildProcesses(context.procfs_root)
         self._before: dict[int, _ProcessUse] = {}
         self._before_ns = 0
         self._names: set[str] = set()  # that were reported
@@ -64,13 +66,14 @@ class OtherProcessesCollector(Collector):
         if not ranks or not _is_contended(self.context.procfs_root):
             self._before = {}
             return Collected()
+        self._children.refresh()
         processes = _processes(self.context.procfs_root)
         before, before_ns = self._before, self._before_ns
         self._before, self._before_ns = processes, now_ns
         seconds = (now_ns - before_ns) / 1e9
         if not before or seconds <= 0.0:
             return Collected()
-        of_ranks = _families(processes, ranks)
+        of_ranks = set(ranks).union(*map(self._children.of, ranks))
         used = {
             pid: _ticks_since(before.get(pid), process) / _TICKS_PER_SECOND / seconds
             for pid, process in processes.items()
@@ -144,21 +147,6 @@ def _ticks_since(before: _ProcessUse | None, now: _ProcessUse) -> int:
     if before is None or before.started_ticks != now.started_ticks:
         return now.ticks  # it began since
     return max(now.ticks - before.ticks, 0)
-
-
-def _families(processes: Mapping[int, _ProcessUse], pids: Iterable[int]) -> set[int]:
-    """Return these processes and all their descendants, such as the workers of a data loader."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for pid, process in processes.items():
-        children[process.parent].append(pid)
-    found: set[int] = set()
-    waiting = list(pids)
-    while waiting:
-        pid = waiting.pop()
-        if pid not in found:
-            found.add(pid)
-            waiting += children[pid]
-    return found
 
 
 def _script(directory: Path) -> str | None:
