@@ -715,7 +715,7 @@ def completed_steps() -> int | None:
     if session is None:
         return None
     counted = steps_of_framework()
-    return session.loop.completed_steps() if counted is None else counted + session.loop.offset
+    return session.loop.completed_steps() if counted is None else recorded_step(counted)
 
 
 def recorded_step(step: int) -> int:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median, median_low
 
-import numpy as np
-
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.telemetry import MetricSeries
 from paceline_wire import metric_names
@@ -37,8 +35,10 @@ def cpu_wait_share(
     Of all ranks, or these. None if it is not measured.
     """
     since_ns = observation.training_since_ns(RECENT_NS / 1e9)
+    # In an evaluation or a checkpoint ranks wait for one another, and hardly for a CPU.
+    seconds = observation.training_seconds
     series = _waits(observation, generation, ranks)
-    return _median_share(_rate_since(one, since_ns, observation) for one in series)
+    return _median_share(one.rate_since(since_ns, seconds) for one in series)
 
 
 def wait_share_since(
@@ -59,27 +59,13 @@ def wait_share_since(
         return None
     series = list(_waits(observation, generation, ranks))
     if observation.now_ns - onset_ns >= RECENT_NS:
-        rates = [_rate_since(one, onset_ns, observation) for one in series]
+        rates = [one.rate_since(onset_ns, observation.training_seconds) for one in series]
         since = [rate for rate in rates if rate is not None]
         return max(recent, min(median_low(since), 1.0)) if since else recent
     if median(one.latest_ns() or 0.0 for one in series) < onset_ns + SAMPLED_NS:
         return math.inf
     newest = [rate for one in series if (rate := one.newest_rate()) is not None]
     return max(recent, min(median_low(newest), 1.0)) if newest else recent
-
-
-def _rate_since(series: MetricSeries, since_ns: int, observation: Observation) -> float | None:
-    """Return the growth per second of training since then.
-
-    In an evaluation or a checkpoint ranks wait for one another, and hardly for a CPU.
-    """
-    rate = series.rate_since(since_ns)
-    if rate is None or not observation.pauses:
-        return rate
-    times, _ = series.columns()
-    first_ns, last_ns = times[max(int(np.searchsorted(times, since_ns)) - 1, 0)], times[-1]
-    training = observation.training_seconds(int(first_ns), int(last_ns))
-    return rate * (last_ns - first_ns) / 1e9 / training if training > 0 else rate
 
 
 def usual_wait_share(

@@ -196,7 +196,7 @@ class Observation:
     earlier_ranks: Sequence[EarlierRank] = ()
     active: Sequence[Finding] = ()  # findings that are not cleared
 
-    def training_seconds(self, since_ns: int, until_ns: int) -> float:
+    def training_seconds(self, since_ns: float, until_ns: float) -> float:
         """Return the time between two moments without pauses, such as evaluations."""
         paused = sum(
             max(min(end, until_ns) - max(start, since_ns), 0) for start, end in self.pauses

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 Floats = npt.NDArray[np.float64]
+Elapsed = Callable[[float, float], float]
 
 _GPU = ("gpu",)
 _PORT = ("device", "port")
@@ -216,9 +217,12 @@ class MetricSeries:
         since = typical(times[times >= time_ns], values[times >= time_ns])
         return self.latest() if since is None else since
 
-    def rate_since(self, time_ns: int) -> float | None:
-        """Return the growth per second of a counter from its last value before `time_ns` to now."""
-        return self._rate_between(time_ns, math.inf)
+    def rate_since(self, time_ns: int, seconds: Elapsed | None = None) -> float | None:
+        """Return the growth per second of a counter from its last value before `time_ns` to now.
+
+        `seconds`: returns the time between two moments (ns) that counts; default: all of it.
+        """
+        return self._rate_between(time_ns, math.inf, seconds)
 
     def newest_rate(self) -> float | None:
         """Return the growth per second of a counter between its last two samples."""
@@ -229,7 +233,9 @@ class MetricSeries:
         """Return the growth per second before `time_ns`, of the last `seconds` at most."""
         return self._rate_between(time_ns - seconds * 1e9, time_ns)
 
-    def _rate_between(self, start_ns: float, end_ns: float) -> float | None:
+    def _rate_between(
+        self, start_ns: float, end_ns: float, seconds: Elapsed | None = None
+    ) -> float | None:
         """Return the growth per second from the last value before `start_ns` to that before
         `end_ns`.
 
@@ -243,7 +249,7 @@ class MetricSeries:
         if 0 < first < len(times) and values[first - 1] == values[first]:
             times[first - 1] = start_ns
         first = max(first - 1, 0)
-        return _rate(times[first:end], values[first:end])
+        return _rate(times[first:end], values[first:end], seconds)
 
 
 def _every_second(flat: array[float]) -> Iterator[float]:
@@ -276,7 +282,7 @@ def without_dips(times: Floats, values: Floats) -> tuple[Floats, Floats]:
     return times[good], values[good]
 
 
-def _rate(times: Floats, values: Floats) -> float | None:
+def _rate(times: Floats, values: Floats, seconds: Elapsed | None = None) -> float | None:
     """Return the growth per second; None without elapsed time, or if there was only a reset."""
     times, values = without_dips(times, values)
     if times.size < 2 or times[-1] <= times[0]:
@@ -284,7 +290,9 @@ def _rate(times: Floats, values: Floats) -> float | None:
     growth = np.diff(values)
     if (growth < 0).any() and not (growth > 0).any():
         return None
-    return float(growth[growth > 0].sum() / (times[-1] - times[0]) * 1e9)
+    elapsed = (times[-1] - times[0]) / 1e9
+    counted = elapsed if seconds is None else seconds(times[0], times[-1])
+    return float(growth[growth > 0].sum() / (counted if counted > 0 else elapsed))
 
 
 @dataclass(slots=True)

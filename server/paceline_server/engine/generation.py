@@ -59,6 +59,7 @@ RECENT_STEPS = 20  # steps in the typical step time that is displayed
 P99_STEPS = 200
 PAUSES = 64  # newest evaluations and checkpoints that are remembered
 _LEAST_PAUSE_SECONDS = 1.0
+_STEPS_BEFORE_PAUSE = 8
 _PAUSE_RATIO = 10.0  # multiple of the steps before that is no slow step, but a pause
 SAVED_STEPS = 9  # checkpoints whose median interval is taken
 # Steps for the what-if replay: enough to distinguish a fault from noise, in tables of bounded size
@@ -127,7 +128,6 @@ class RunningGeneration:
         self._moved = set(range(placement.topology.world_size))
         self._new_timings: list[StepTiming] = []
         self._pauses: deque[tuple[int, int]] = deque(maxlen=PAUSES)
-        self._lengths: deque[float] = deque(maxlen=8)  # seconds of the steps before
         self._recent: deque[StepTiming] = deque()
         self._replay = RunReplay((), self.generation.topology, {})
         self._active_findings: dict[str, Finding] = {}  # by fingerprint
@@ -288,38 +288,35 @@ class RunningGeneration:
         self._remember(self._new_timings)
         self._measured += [MeasuredStep.of(step, timing.ranks) for step, timing in finished]
         steps = [self._with_goodput(summary, timing) for summary, timing in finished]
-        for summary in steps:
-            self._durations.append(summary.duration_seconds)
+        for summary, timing in zip(steps, self._new_timings, strict=True):
             duration_ns = int(summary.duration_seconds * 1e9)
-            self.step_times[summary.step] = summary.started_ns, summary.started_ns + duration_ns
+            times = summary.started_ns, summary.started_ns + duration_ns
+            if self._is_pause(summary.duration_seconds, timing.ranks):
+                self._pauses.append(times)
+            self._durations.append(summary.duration_seconds)
+            self.step_times[summary.step] = times
             if len(self.step_times) > TIMED_STEPS:
                 del self.step_times[next(iter(self.step_times))]
             self._joined.add(summary, now_ns)
         self._steps_finished += len(steps)
         self._first_steps.add(steps, self.generation.topology)
-        for _, timing in finished:
-            self._note_pause(timing.ranks)
         blocked = [timing.ranks.checkpoint_seconds.max(initial=0.0) for _, timing in finished]
         self._blocked_seconds += [float(seconds) for seconds in blocked if seconds > 0.0]
         if steps and self.first_step is None:
             self.first_step = steps[0].step
         return steps
 
-    def _note_pause(self, ranks: RankTimes) -> None:
-        """Remember a step most of which is an evaluation or a checkpoint.
+    def _is_pause(self, seconds: float, ranks: RankTimes) -> bool:
+        """Return whether most of a step is an evaluation or a checkpoint.
 
-        Also one that takes many times as long as those before it: not all of them are recognized.
+        Also if it takes many times as long as those before it: not all of them are recognized.
         """
-        if not ranks.rank.size:
-            return
-        start_ns, end_ns = int(ranks.start_ns.min()), int(ranks.end_ns.max())
-        seconds = (end_ns - start_ns) / 1e9
+        if seconds < _LEAST_PAUSE_SECONDS:
+            return False
         paused = ranks.checkpoint_seconds + ranks.evaluation_seconds + ranks.evaluation_wait_seconds
-        usual = median(self._lengths) if self._lengths else math.inf
-        self._lengths.append(seconds)
-        is_pause = 2.0 * paused.max() >= seconds or seconds >= _PAUSE_RATIO * usual
-        if is_pause and seconds >= _LEAST_PAUSE_SECONDS:
-            self._pauses.append((start_ns, end_ns))
+        before = list(self._durations)[-_STEPS_BEFORE_PAUSE:]
+        usual = median(before) if before else math.inf
+        return 2.0 * paused.max(initial=0.0) >= seconds or seconds >= _PAUSE_RATIO * usual
 
     def _with_goodput(self, summary: StepSummary, timing: StepTiming) -> StepSummary:
         topology, metadata = self.generation.topology, self.model.metadata
