@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline_evaluation.faults import HiddenTraffic, Ints, TrialFault
+from paceline_evaluation.faults import CommonChange, HiddenTraffic, Ints, TrialFault
 from paceline_evaluation.program import StepProgram
 from paceline_evaluation.shape import JobShape
 from paceline_evaluation.timeline import Durations, Floats
@@ -39,10 +39,7 @@ class Noise:
     late_messages: float = 0.002
     # probability per rank and step that a data wait takes 2-20 times as long
     late_batches: float = 0.001
-    shift_step: int | None = (
-        None  # from this step on, compute takes `shift` times as long on all ranks
-    )
-    shift: float = 1.0  # (other data, a power limit everywhere): not a fault
+    change: CommonChange | None = None  # by other data or a power limit everywhere
     warmup: bool = True
 
 
@@ -61,9 +58,14 @@ def draw_noise(chance: np.random.Generator) -> Noise:
         collections=float(chance.uniform(0.0, 0.02)),
         late_messages=float(chance.uniform(0.0, 0.004)),
         late_batches=float(chance.uniform(0.0, 0.002)),
-        shift_step=int(chance.integers(20, 200)) if chance.random() < 0.2 else None,
-        shift=float(chance.uniform(0.8, 1.3)),
+        change=_draw_change(chance),
     )
+
+
+def _draw_change(chance: np.random.Generator) -> CommonChange | None:
+    step = int(chance.integers(20, 200)) if chance.random() < 0.2 else None
+    factor = float(chance.uniform(0.8, 1.3))
+    return None if step is None else CommonChange(step, factor)
 
 
 class Conditions:
@@ -180,8 +182,8 @@ class Conditions:
         drift = 1.0 + self.noise.drift * np.sin(2 * np.pi * number / self._period + self._phase)
         node = np.arange(self.shape.world_size) // self.shape.ranks_per_node
         own = own * drift[:, node].reshape(steps, *self.grid)
-        if self.noise.shift_step is not None:
-            own[number[:, 0] >= self.noise.shift_step] *= self.noise.shift
+        if (change := self.noise.change) is not None:
+            own[number[:, 0] >= change.step] *= change.factor
         self._hiccups(own)
         if self.noise.warmup:
             for step, factor in enumerate(_WARMUP):

@@ -102,6 +102,14 @@ class TrialFault:
 
 
 @dataclass(frozen=True, slots=True)
+class CommonChange:
+    """The compute time of all ranks from a step on: no fault, and a report of a rise is correct."""
+
+    step: int
+    factor: float  # relative to before
+
+
+@dataclass(frozen=True, slots=True)
 class TrialPlan:
     """The job of a trial and its faults."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline_evaluation.faults import TrialFault
+from paceline_evaluation.faults import CommonChange, TrialFault
 from paceline_server.detect.finding import Finding
 
 WARMUP_STEPS = 5  # at the start of a generation; not counted as clean steps
@@ -32,6 +32,7 @@ class TrialRecord:
     trainer: str = ""  # the trainer of the foreign arm
     clean_seconds: float = 0.0  # before the fault, without warm-up; 0: not measured
     onset_seconds: tuple[float, ...] = ()  # one per fault
+    change: CommonChange | None = None
     findings: list[ReportedFinding] = field(default_factory=list)
 
     @property

@@ -17,8 +17,9 @@ device or mismatch.
 
 A *false alarm* is a finding above severity `info`, not cleared, that no active fault explains: it
 comes before the onset or in a job without faults, or has another subject or kind. It counts once
-until it is cleared. Two cases do not count: `SYMPTOMS` with the correct subject (a stage that idles
-because of a slow rank), and findings with the correct rank for a fault below 10%.
+until it is cleared. Three cases do not count: `SYMPTOMS` with the correct subject (a stage that
+idles because of a slow rank), findings with the correct rank for a fault below 10%, and slower
+steps that begin where all ranks of the job do become slower.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from math import sqrt
 import numpy as np
 
 from paceline_cli import render
-from paceline_evaluation.faults import HANG_CAUSES, TrialFault
+from paceline_evaluation.faults import HANG_CAUSES, CommonChange, TrialFault
 from paceline_evaluation.record import ReportedFinding, TrialRecord
 from paceline_server.detect.finding import Finding
 
@@ -73,6 +74,8 @@ _CAUSED = frozenset(
     {"slow_rank", "slow_node", "slow_link", "data_stall", "stalled_microbatch", "slow_creep"}
 )
 _Z95 = 1.959964
+_CHANGE_STEPS = 8  # the reported onset of a change of all ranks is at most this far from it
+_CHANGE_SHARE = 1.1  # and the reported slowdown at most this many times the change
 _REPORTED_IN_NOTE = 4  # newest findings
 
 
@@ -229,6 +232,8 @@ def _false_alarms(record: TrialRecord) -> tuple[list[ReportedFinding], list[Repo
     other: list[ReportedFinding] = []
     for reports in _active_reports(record.findings):
         for reported in _notable(reports):
+            if _is_change(reported.finding, record.change):
+                continue
             begun = [
                 fault
                 for position, fault in enumerate(record.faults)
@@ -241,6 +246,15 @@ def _false_alarms(record: TrialRecord) -> tuple[list[ReportedFinding], list[Repo
                 other.append(reported)
                 break
     return clean, other
+
+
+def _is_change(finding: Finding, change: CommonChange | None) -> bool:
+    """Return whether the finding reports that all ranks became slower, which they did."""
+    if change is None or change.factor <= 1.0 or finding.kind != "slower_steps":
+        return False
+    onset = finding.onset_step
+    is_near = onset is not None and abs(onset - change.step) <= _CHANGE_STEPS
+    return is_near and (finding.slowdown or 1.0) <= change.factor * _CHANGE_SHARE
 
 
 def _active_reports(found: Sequence[ReportedFinding]) -> list[list[ReportedFinding]]:

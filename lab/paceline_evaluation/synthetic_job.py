@@ -49,6 +49,7 @@ class SyntheticJob:
         self.conditions = Conditions(
             shape, self.program, noise or draw_noise(chance), chance, plan.faults
         )
+        self.record.change = self.conditions.noise.change
         self.shows_pages = (
             shape.world_size <= _PAGES_LARGEST and float(chance.random()) < _PAGES_SHARE
         )

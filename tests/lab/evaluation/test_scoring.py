@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from paceline_evaluation.faults import TrialFault
+from paceline_evaluation.faults import CommonChange, TrialFault
 from paceline_evaluation.record import ReportedFinding, TrialRecord
 from paceline_evaluation.scoring import TrialVerdict, figures, judge, wilson
 from paceline_server.detect.finding import Finding
@@ -105,6 +105,31 @@ def test_information_that_becomes_a_warning_is_a_false_alarm_from_then_on():
     assert alarms(judge(healthy((20, advice), (30, warning), (40, warning)))) == (1, 0)
     assert alarms(judge(record((55, advice), (60, warning)))) == (0, 1)
     assert alarms(judge(record((40, advice), (60, warning)))) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("onset", "slowdown", "change", "count"),
+    [
+        (20, 1.18, CommonChange(22, 1.2), 0),
+        (20, 1.18, None, 1),
+        (20, 1.18, CommonChange(22, 0.8), 1),  # the ranks became faster
+        (20, 1.18, CommonChange(60, 1.2), 1),  # at another time
+        (20, 1.5, CommonChange(22, 1.2), 1),  # by less
+    ],
+)
+def test_slower_steps_are_correct_where_all_ranks_become_slower(
+    onset: int, slowdown: float, change: CommonChange | None, count: int
+):
+    slower = finding("slower_steps", None, severity="warning", onset_step=onset, slowdown=slowdown)
+    job = healthy((70, slower))
+    job.change = change
+    assert alarms(judge(job)) == (count, 0)
+
+
+def test_a_straggler_is_a_false_alarm_also_where_all_ranks_become_slower():
+    job = healthy((70, finding(onset_step=22, slowdown=1.2)))
+    job.change = CommonChange(22, 1.2)
+    assert alarms(judge(job)) == (1, 0)
 
 
 def test_a_bubble_beside_a_slow_rank_is_its_symptom_but_another_kind_is_an_alarm():
