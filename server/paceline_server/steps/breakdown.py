@@ -153,7 +153,7 @@ def rank_times(
 ) -> RankTimes:
     """Return the parts in the form that users and detectors get; `routed` as in `waits`."""
     seconds = breakdown.part_ns / 1e9
-    total = (timeline.end_ns - timeline.begin_ns) / 1e9
+    total_ns = timeline.end_ns - timeline.begin_ns
     rows = np.flatnonzero(one_of(spans.op, COMPUTE | {int(Op.OPTIMIZER)}))
     hooked, on_device = np.zeros((2, len(timeline)), dtype=np.bool_)
     on_device[timeline.owner[rows[(spans.flags[rows] & Flag.DEVICE) != 0]]] = True
@@ -161,7 +161,7 @@ def rank_times(
     rows = rows[is_marked(spans.microbatch[rows], spans.row(CHUNK)[rows])]
     hooked[timeline.owner[rows]] = True
     # In a loop without microbatch hooks, unexplained time counts as compute.
-    rest = np.maximum(total - seconds.sum(axis=0), 0.0)
+    rest = np.maximum(total_ns - breakdown.part_ns.sum(axis=0), 0) / 1e9
     compute = seconds[Part.COMPUTE] + np.where(hooked, 0.0, rest)
     # On a device, an optimizer that exchanges what it updates waits for its peers unseen.
     optimizer = np.where(on_device, 0.0, seconds[Part.OPTIMIZER])
@@ -175,7 +175,7 @@ def rank_times(
         rank=timeline.ranks,
         start_ns=timeline.begin_ns,
         end_ns=timeline.end_ns,
-        step_seconds=total,
+        step_seconds=total_ns / 1e9,
         self_seconds=compute + np.where(hooked, 0.0, optimizer),
         compute_seconds=compute,
         communication_seconds=seconds[Part.TRANSFER] + wait,

@@ -74,6 +74,16 @@ def test_a_gc_pause_is_not_compute():
     assert (part["compute"], part["gc"]) == (0.007, 0.003)
 
 
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6))
+def test_a_step_that_other_parts_fill_has_no_time_of_its_own(lengths: list[int]):
+    """Not even the rounding of a sum, compared with which any other step would be slow."""
+    ops = [Op.DATA_WAIT, Op.EVALUATE, Op.GC, Op.CHECKPOINT, Op.DATA_WAIT, Op.EVALUATE]
+    ends = np.cumsum(lengths).tolist()
+    rows = list(zip(ops, [0, *ends], ends, strict=False))
+    part = parts_of(*rows, (Op.STEP, 0, ends[-1]), chunk=-1)
+    assert part["self"] == part["compute"] == 0.0
+
+
 def test_checkpoints_and_evaluations_are_neither_compute_nor_communication():
     part = parts_of(
         (Op.FORWARD, 0, 10),

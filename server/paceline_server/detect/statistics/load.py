@@ -17,8 +17,8 @@ Floats = npt.NDArray[np.float64]
 
 # share cut off at either end, because a stall in one microbatch does not make a slow rank
 TRIMMED = 0.25
-# Share of its step that the own time of a rank must have. Less is the rounding of times, as in a
-# step that an evaluation fills; compared with it, any other step would be slow without limit.
+# Share of its step that the own time of a rank must have. Compared with less, as in a step that an
+# evaluation fills, any other step would be slow without limit.
 _LEAST_SHARE = 1e-4
 
 
