@@ -250,14 +250,20 @@ def _values(
 
 
 def _before(suspect: Suspect, symptom: Symptom, timeline: MetricTimeline) -> MetricTimeline:
-    """Return the healthy time before the onset.
+    """Return the healthy time before the onset."""
+    if symptom.per_cpu_second:
+        return _while_it_trained(suspect, timeline)
+    return timeline.between(*suspect.past_ns)
 
-    Without the start of the process, if the metric depends on how much it computes: it computes
-    all the time while it imports its modules.
+
+def _while_it_trained(suspect: Suspect, timeline: MetricTimeline) -> MetricTimeline:
+    """Return the healthy time before the onset, without the start of the process if possible.
+
+    A process computes all the time while it imports its modules.
     """
     before = timeline.between(*suspect.past_ns)
     training = before.between(suspect.training_since_ns, math.inf)
-    return training if symptom.per_cpu_second and training.values.size > 1 else before
+    return training if training.values.size > 1 else before
 
 
 def _in_proportion(
@@ -272,7 +278,7 @@ def _in_proportion(
     if used is None or not now:
         return []
     scaled: list[float] = []
-    if past is not None and (before := _before(suspect, symptom, used).typical()):
+    if past is not None and (before := _while_it_trained(suspect, used).typical()):
         scaled.append(past * max(now / before, 1.0))
     others = [
         value * max(now / own, 1.0)
@@ -314,8 +320,7 @@ def _rise(suspect: Suspect, device: MeasuredDevice) -> float | None:
     now = None if used is None else used.now(suspect.onset_ns)
     if used is None or not now or suspect.is_chronic:
         return now or None
-    before = used.between(max(suspect.past_ns[0], suspect.training_since_ns), suspect.past_ns[1])
-    usual = before.typical()
+    usual = _while_it_trained(suspect, used).typical()
     return now / usual if usual else None
 
 
