@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
-import numpy as np
 from msgspec.structs import replace as replace_fields
 
 from paceline_server.detect.contract import Detector
@@ -33,6 +32,7 @@ from paceline_server.engine.definitions import DefinitionLog, Definitions
 from paceline_server.engine.losses import LossJoin
 from paceline_server.engine.reported_topology import ReportedTopology, may_replace
 from paceline_server.engine.types import Placement, RankProgress
+from paceline_server.medians import quantile
 from paceline_server.policy import Policy
 from paceline_server.steps.efficiency import MeasuredStep, efficiency
 from paceline_server.steps.first_steps import FirstSteps
@@ -575,7 +575,7 @@ class RunningGeneration:
         return round(median(self._saving_steps)) if self._saving_steps else None
 
     def _step_seconds_p99(self) -> float | None:
-        return float(np.percentile(self._durations, 99)) if self._durations else None
+        return quantile(self._durations, 0.99) if self._durations else None
 
     def progress(self) -> list[RankProgress]:
         """Return the progress of the ranks that have changed since the last call."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.medians import median
 from paceline_server.steps.grid import RankGrid, grid_of
 from paceline_server.steps.pipeline import Pipeline, PipelineAction, part_of
 from paceline_server.steps.timing import StepTiming
@@ -159,7 +160,7 @@ def _is_v(keys: list[Ints], starts: list[Ints]) -> bool:
         np.median(start[:, rows], axis=1)
         for rows, start in zip(second, (starts[0], starts[-1]), strict=True)
     )
-    return bool(np.median(last - first) < 0)
+    return bool(median(last - first) < 0)
 
 
 def _keys(timing: StepTiming, chosen: npt.NDArray[np.bool_]) -> Ints:

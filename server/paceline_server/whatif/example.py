@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 import numpy as np
 
+from paceline_server.medians import median
 from paceline_server.whatif.columns import Layout, StepColumns
 from paceline_server.whatif.order import Computed, Order, Transferred, learn
 
@@ -36,7 +37,7 @@ def learn_order(compute: StepColumns, transfers: StepColumns, layout: Layout) ->
     if not whole.any():
         return None
     seen = by_stage.sum(axis=1) + np.bincount(transfers.cell, minlength=cells)
-    seen[~whole | (seen > OUTLIER_RATIO * np.median(seen[whole]))] = 0
+    seen[~whole | (seen > OUTLIER_RATIO * median(seen[whole]))] = 0
     best, *others = (int(cell) for cell in np.argsort(-seen, kind="stable")[: 1 + DONORS])
     if not compute.rows(best).are_named("stage", *_NAMES):
         compute.number("start_ns", "stage", "op", "chunk")

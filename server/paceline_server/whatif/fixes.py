@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.medians import quantiles
 from paceline_server.whatif import operations as ops
 from paceline_server.whatif.lost import medians
 from paceline_server.whatif.window import Window
@@ -73,7 +74,7 @@ class Fixes:
         kinds = np.array([f"{self._order.optype[row]} {self._order.chunk[row]}" for row in rows])
         for kind in np.unique(kinds):
             of_kind = kinds == kind
-            low, middle, high = np.percentile(typical[of_kind], [25, 50, 75])
+            low, middle, high = quantiles(typical[of_kind], (0.25, 0.5, 0.75))
             if high - low > UNEVEN_RATIO * middle:
                 mean_seconds = own[of_kind].mean(axis=(0, 1))
                 scale = np.divide(

@@ -109,7 +109,8 @@ def run_ranks(tmp_path: Path, extensions: Path) -> Run:
             }
             processes.append(start_python(python, [HERE / script, output], environment | settings))
         try:
-            outputs = ["".join(process.communicate(timeout=170)) for process in processes]
+            # DeepSpeed compiles an extension first, which takes minutes on a busy machine.
+            outputs = ["".join(process.communicate(timeout=900)) for process in processes]
         finally:
             for process in processes:
                 process.kill()

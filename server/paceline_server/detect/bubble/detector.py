@@ -22,6 +22,7 @@ from paceline_server.detect.host_load import LEAST_SHARE, cpu_wait_share
 from paceline_server.detect.kinds import BUBBLE, KINDS, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, gain
+from paceline_server.medians import median
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.types import StageBubble
@@ -123,7 +124,7 @@ class BubbleDetector(Detector):
         stage = int(measured.argmax())
         theory = steps[-1][stage].theory_ratio or 0.0
         shares = {
-            part: float(np.median([_share(bubbles, part) for bubbles in steps]))
+            part: median([_share(bubbles, part) for bubbles in steps])
             for part in (*_REPORTED_BY_OTHERS, *_REPORTED)
         }
         cost = min(max(shares[name], 0.0), 1.0)

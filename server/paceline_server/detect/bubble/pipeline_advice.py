@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from paceline_server.detect.reporting import gain
 from paceline_server.detect.stage_imbalance.layers import stage_layers
+from paceline_server.medians import median
 from paceline_server.percent import percent
 from paceline_server.steps.bubbles import delays, typical_seconds
 from paceline_server.steps.phase import PipelinePhase, PipelinePhaseReader
@@ -67,7 +68,7 @@ class _Recorded:
         self.splits_backward = bool((self.pipeline.op == Op.BACKWARD_WEIGHT).any())
         late = delays(phase)
         crossing = _crossing(self.pipeline)
-        self.transfer_seconds = float(np.median(late[crossing])) if crossing.any() else 0.0
+        self.transfer_seconds = median(late[crossing]) if crossing.any() else 0.0
         order = [
             [
                 PipelineAction(*action)
@@ -149,7 +150,7 @@ def advise_step(
     phase = PipelinePhaseReader(topology).read(timing)
     if phase is None or not timing.ranks.rank.size:
         return []
-    return advise(phase, metadata, float(np.median(timing.ranks.step_seconds)))
+    return advise(phase, metadata, median(timing.ranks.step_seconds))
 
 
 def advice_text(advice: Advice) -> str:

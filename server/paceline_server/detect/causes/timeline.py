@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.telemetry import Floats, MetricSeries, without_dips
+from paceline_server.medians import median
 
 MAD_TO_SIGMA = 1.4826  # for a normal distribution
 # A spell is over after this many normal values, and this long; fewer may be noise.
@@ -52,7 +53,7 @@ class MetricTimeline:
         """Return a robust estimate of sigma; 0 for fewer than four values."""
         if self.values.size < 4:
             return 0.0
-        return MAD_TO_SIGMA * float(np.median(np.abs(self.values - np.median(self.values))))
+        return MAD_TO_SIGMA * median(np.abs(self.values - median(self.values)))
 
     def now(self, onset_ns: float) -> float | None:
         """Return the typical value in the later half of the time since the onset.

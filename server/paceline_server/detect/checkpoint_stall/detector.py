@@ -24,6 +24,7 @@ from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import CHECKPOINT_STALL, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, duration_text, gain
+from paceline_server.medians import median
 from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
 
@@ -50,7 +51,7 @@ class _Checkpoint:
     @property
     def typical(self) -> float:
         """Return the median over the ranks that wrote."""
-        return float(np.median(self.seconds[self.seconds > 0]))
+        return median(self.seconds[self.seconds > 0])
 
 
 class CheckpointStallDetector(Detector):
@@ -81,15 +82,15 @@ class CheckpointStallDetector(Detector):
 
     def _add_checkpoint(self, timing: StepTiming) -> bool:
         ranks = timing.ranks
-        step_seconds = float(np.median(ranks.step_seconds))
+        step_seconds = median(ranks.step_seconds)
         self._since_seconds += step_seconds
         if not (ranks.checkpoint_seconds > 0).any():
             self._other_steps.append(step_seconds)
             return False
         seconds = np.zeros(self.generation.topology.world_size)
         seconds[ranks.rank] = ranks.checkpoint_seconds
-        usual = float(np.median(self._other_steps)) if self._other_steps else step_seconds
-        started_ns = int(np.median(ranks.start_ns))
+        usual = median(self._other_steps) if self._other_steps else step_seconds
+        started_ns = int(median(ranks.start_ns))
         if len(self._checkpoints) > 1 and self._checkpoints[-2].step > self._slow_until:
             self._earlier.append(self._checkpoints[-2])
         self._checkpoints.append(
@@ -212,7 +213,7 @@ class CheckpointStallDetector(Detector):
             earlier = [each.typical for each in [*self._earlier, *last[:-newest]]]
             if len(earlier) < _LEAST_EARLIER:
                 continue
-            usual = float(np.median(earlier))
+            usual = median(earlier)
             latest = last[-newest:]
             if all(
                 self._exceeds(np.array([each.typical]), ratio * usual, each)[0] for each in latest

@@ -24,6 +24,7 @@ from paceline_server.detect.garbage_collection.settings import DEFAULTS, Garbage
 from paceline_server.detect.kinds import GC, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, gain
+from paceline_server.medians import median
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
@@ -93,7 +94,7 @@ class GcDetector(Detector):
         self._pauses.append(pauses)
         self._longest.append(float(pauses.max()))
         self._longest_rank.append(int(pauses.argmax()))
-        self._seconds.append(float(np.median(timing.ranks.step_seconds)))
+        self._seconds.append(median(timing.ranks.step_seconds))
         self._steps.append(timing.step)
 
     def _judge(self, now_ns: int) -> list[Finding]:
@@ -192,7 +193,7 @@ class GcDetector(Detector):
         alone = blamed[worst] >= _SINGLE_RANK_SHARE * blamed.sum() and not pause_cost.too_often
         rank = worst if alone or is_only_rank else None
         ranks = np.unique(culprits[paused]).tolist()
-        pause = float(np.median(longest[paused]))
+        pause = median(longest[paused])
         advice = _COLLECT_LESS if pause_cost.too_often else _COLLECT_TOGETHER
         if rank is not None:
             subject = f"{self.generation.subject(rank)} collects garbage"

@@ -8,7 +8,6 @@ evidence nothing is reported. Load on a node is no reason to restart a job.
 
 from __future__ import annotations
 
-from statistics import median
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +21,7 @@ from paceline_server.detect.host_noise.settings import DEFAULTS, HostNoiseSettin
 from paceline_server.detect.kinds import HOST_NOISE, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, gain
+from paceline_server.medians import median
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
@@ -81,7 +81,7 @@ class HostNoiseDetector(Detector):
             self._rows[-1] = np.nan
         self._steps.append(timing.step)
         self._started_ns.append(int(timing.ranks.start_ns.min()))
-        self._seconds.append(float(np.median(timing.ranks.step_seconds)))
+        self._seconds.append(median(timing.ranks.step_seconds))
         for values in (self._steps, self._started_ns, self._seconds):
             del values[: -len(self._rows)]
 
@@ -174,8 +174,8 @@ class HostNoiseDetector(Detector):
         ranks = self._ranks[node]
         lost = float(np.where(slow, slowness, 0.0).mean())
         usual = float(np.nanmedian(self._rows[:, ranks]))
-        cost = min(lost * usual / max(float(np.median(self._seconds)), 1e-9), 1.0)
-        factor = 1.0 + float(np.median(slowness[slow]))
+        cost = min(lost * usual / max(median(self._seconds), 1e-9), 1.0)
+        factor = 1.0 + median(slowness[slow])
         first = int(np.flatnonzero(slow)[0])
         diagnosis = diagnose(
             None,

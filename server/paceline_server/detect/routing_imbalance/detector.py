@@ -21,6 +21,7 @@ from paceline_server.detect.kinds import ROUTING_IMBALANCE, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, gain
 from paceline_server.detect.routing_imbalance.settings import DEFAULTS, RoutingImbalanceSettings
+from paceline_server.medians import median
 from paceline_server.policy import Policy
 from paceline_server.steps.timing import RankTimes
 
@@ -65,7 +66,7 @@ class RoutingImbalanceDetector(Detector):
         routed = np.array([ranks.routed_bytes for ranks in self._recent], dtype=np.float64)
         routed = routed.reshape(shape)
         own = np.array([ranks.self_seconds for ranks in self._recent]).reshape(shape)
-        step_seconds = np.array([np.median(ranks.step_seconds) for ranks in self._recent])
+        step_seconds = np.array([median(ranks.step_seconds) for ranks in self._recent])
         lost = (own.max(axis=2) - own.mean(axis=2)).max(axis=1)
         cost = min(float(lost.sum() / max(step_seconds.sum(), 1e-9)), 1.0)
         is_enough = _explained(own, routed) >= self.settings.explained

@@ -22,6 +22,7 @@ from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, gain
 from paceline_server.detect.sequence_variance.settings import DEFAULTS, SequenceVarianceSettings
 from paceline_server.detect.statistics.lengths import fit_cost
+from paceline_server.medians import median
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.grid import RankGrid, grid_of
@@ -184,7 +185,7 @@ class _LengthReplay:
             return float(longest.mean())
 
         relative = expected / even
-        step_seconds = [np.median(timing.ranks.step_seconds) for timing in timings]
+        step_seconds = [median(timing.ranks.step_seconds) for timing in timings]
         return _Spread(
             step_seconds=float(np.mean(step_seconds)),
             now_seconds=phase(expected),

@@ -37,7 +37,7 @@ from paceline_server.detect.reporting import (
 )
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
-from paceline_server.detect.statistics.change_point import column_medians
+from paceline_server.medians import column_medians, median
 from paceline_server.policy import Policy
 from paceline_server.steps.grid import grid_of
 from paceline_server.steps.peers import medians_of_others
@@ -112,7 +112,7 @@ class SlowDataDetector(Detector):
         # Without peers, a rank is judged only if enough of its past is known.
         own_only = np.isnan(np.append(peers, np.nan))
         normal[own_only & (self._past.counts < self.settings.baseline_steps)] = np.nan
-        step_seconds = max(float(np.median(ranks.step_seconds)), 1e-9) if ranks.rank.size else 1.0
+        step_seconds = max(median(ranks.step_seconds), 1e-9) if ranks.rank.size else 1.0
         excess = (waits - normal) / step_seconds
         reported = np.zeros(waits.size, dtype=np.bool_)
         for active in self._active.values():
@@ -320,7 +320,7 @@ class SlowDataDetector(Detector):
         steps = sum(step >= onset for step in self._steps)
         excess, waits = self._excess[-steps:, ranks[0]], self._waits[-steps:, ranks[0]]
         slow = np.flatnonzero(excess > 0)
-        waited = float(np.median(waits[slow]))
+        waited = median(waits[slow])
         is_steady = 2 * slow.size > len(excess)
         # If only some steps are slow: whole periods, each from one slow step to the next.
         since, until = slow[0], len(excess) if is_steady or slow.size == 1 else slow[-1]

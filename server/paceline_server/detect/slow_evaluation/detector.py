@@ -26,6 +26,7 @@ from paceline_server.detect.kinds import SLOW_EVALUATION, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, gain
 from paceline_server.detect.slow_evaluation.settings import DEFAULTS, SlowEvaluationSettings
+from paceline_server.medians import median
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.peers import medians_of_others
@@ -68,7 +69,7 @@ class SlowEvaluationDetector(Detector):
     def _add(self, timing: StepTiming) -> bool:
         """Add the evaluation of this step. Return whether most ranks took part in one."""
         ranks = timing.ranks
-        self._since_seconds += float(np.median(ranks.step_seconds))
+        self._since_seconds += median(ranks.step_seconds)
         known = ranks.evaluation_seconds > 0.0
         world = self.generation.topology.world_size
         if known.sum() < 2 or 2 * known.sum() <= world:
@@ -76,7 +77,7 @@ class SlowEvaluationDetector(Detector):
         seconds, peers = np.full((2, world), np.nan)
         seconds[ranks.rank[known]] = ranks.evaluation_seconds[known]
         peers[ranks.rank[known]] = medians_of_others(ranks.evaluation_seconds[known])
-        started_ns = int(np.median(ranks.start_ns))
+        started_ns = int(median(ranks.start_ns))
         self._evaluations.append(
             _EvaluationTimes(timing.step, started_ns, seconds, peers, self._since_seconds)
         )

@@ -46,9 +46,9 @@ from paceline_server.detect.statistics.change_point import (
     NEWEST,
     NEWEST_APART,
     Shift,
-    column_medians,
 )
 from paceline_server.detect.statistics.peer_levels import FOLLOWED_STEPS, PeerLevels
+from paceline_server.medians import column_medians, median
 from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
 
@@ -132,7 +132,7 @@ class SlowLinkDetector(Detector):
                 if trunk is not None and not monitor.reported:
                     findings += trunk.update(timing, lane_seconds, observation)
             for family in self._baselines.families[len(self._monitors) :]:
-                step_seconds = float(np.median(timing.ranks.step_seconds))
+                step_seconds = median(timing.ranks.step_seconds)
                 self._monitors.append(_FamilyMonitor(self, family, step_seconds))
                 places = crossing(family.lanes, self.generation)
                 is_shared = len(places) > 1
@@ -172,7 +172,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         ]
 
     def _measure(self, timing: StepTiming, seconds: Floats) -> None:
-        step_seconds = float(np.median(timing.ranks.step_seconds))
+        step_seconds = median(timing.ranks.step_seconds)
         self._steps.append(_LaneStep(timing.step, int(timing.ranks.start_ns.min()), step_seconds))
         if len(self._steps) <= BASELINE_STEPS:
             self._usual_interval = self._interval(BASELINE_STEPS)
@@ -186,7 +186,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         """
         recent = list(self._steps)[-steps:]
         begins = [step.started_ns for step in recent]
-        return float(np.median(np.diff([*begins, recent[-1].ended_ns]))) / 1e9
+        return median(np.diff([*begins, recent[-1].ended_ns])) / 1e9
 
     # New rises
 
@@ -278,7 +278,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         rows = self._levels.recent(lanes, steps + BASELINE_STEPS)
         rows = np.maximum(np.exp(rows) - self._negligible_seconds, 0.0)
         before, after = column_medians(rows[:-steps]), column_medians(rows[-steps:])
-        return float(np.nan_to_num(np.median(before))), float(np.nan_to_num(np.median(after)))
+        return float(np.nan_to_num(median(before))), float(np.nan_to_num(median(after)))
 
     # Reported rises
 
@@ -350,7 +350,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         recent, onset = list(self._steps)[-FOLLOWED_STEPS:], active.finding.onset_step or 0
         steps = max(1, sum(step.number >= onset for step in recent))
         rows = np.array(list(self._seconds)[-steps:])[:, list(active.route.lanes)]
-        now = float(np.nan_to_num(np.median(column_medians(rows))))
+        now = float(np.nan_to_num(median(column_medians(rows))))
         return now, now / active.usual_seconds if active.usual_seconds > 0 else None
 
     def _speedup(

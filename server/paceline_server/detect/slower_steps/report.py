@@ -16,6 +16,7 @@ from paceline_server.detect.slower_steps.typical_step import (
     WAITS,
     StepParts,
 )
+from paceline_server.medians import median
 
 NOTABLE = 0.1  # share of the increase from which a part is evidence
 WAITS_EXCEED = 0.4  # a part that grew by this share of the waits explains them
@@ -80,7 +81,7 @@ def on_ranks(before: StepParts, now: StepParts, part: str | None) -> str:
         return ""
     more = now.own - before.own
     known = np.flatnonzero(~np.isnan(more))
-    slower = known[more[known] >= ALSO_SLOWER * np.median(more[known])]
+    slower = known[more[known] >= ALSO_SLOWER * median(more[known])]
     if slower.size == known.size:
         return " on all ranks" if known.size > 1 else ""
     return f" on {slower.size} of {known.size} ranks ({ranks_text(slower.tolist())})"

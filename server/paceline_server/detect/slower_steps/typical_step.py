@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline_server.detect.statistics.change_point import column_medians
+from paceline_server.medians import column_medians, median
 from paceline_server.steps.timing import Floats, RankTimes, StepTiming
 from paceline_server.steps.types import StepSummary
 
@@ -59,7 +59,7 @@ def only_seconds(seconds: float, world: int) -> StepParts:
 def typical(steps: Sequence[StepParts]) -> StepParts:
     """Return the medians of several steps."""
     return StepParts(
-        float(np.median([step.seconds for step in steps])),
+        median([step.seconds for step in steps]),
         np.median([step.parts for step in steps], axis=0),
         column_medians(np.array([step.own for step in steps])),
         column_medians(np.array([step.work for step in steps])),

@@ -20,6 +20,7 @@ from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, gain
 from paceline_server.detect.stage_imbalance.layers import Balance, balance, moves_text
 from paceline_server.detect.stage_imbalance.settings import DEFAULTS, StageImbalanceSettings
+from paceline_server.medians import median
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.grid import grid_of
@@ -70,7 +71,7 @@ class StageImbalanceDetector(Detector):
         for number in range(self._stages):
             seconds = ranks.self_seconds[known & (stage == number)]
             if seconds.size:
-                middle[number] = np.median(seconds)
+                middle[number] = median(seconds)
         if np.isnan(middle).any():
             return False
         self._rows.append(np.log(middle))
@@ -101,13 +102,13 @@ class StageImbalanceDetector(Detector):
         # decides.
         error = settings.significance * float(own.std(ddof=1)) / math.sqrt(count)
         surely = float(own.min()) >= settings.ratio + error
-        if not surely and (count < settings.steps or np.median(own) < settings.ratio):
+        if not surely and (count < settings.steps or median(own) < settings.ratio):
             return []
         if observation.stragglers & set(self._grid.ranks[stage].ravel().tolist()):
             return []
         found = self._balance(observation)
         assert self._newest is not None
-        step_seconds = float(np.median(self._newest.ranks.step_seconds))
+        step_seconds = median(self._newest.ranks.step_seconds)
         typical = np.median(seconds, axis=0)
         saved = (
             float(typical.max() - typical.mean())
@@ -118,7 +119,7 @@ class StageImbalanceDetector(Detector):
         if gain(cost) < settings.least_gain:
             return []
         advice, best = _advice(found, stage, typical, step_seconds, cost)
-        self._active = self._finding(stage, float(np.median(own)), cost, best, observation, advice)
+        self._active = self._finding(stage, median(own), cost, best, observation, advice)
         return [self._active]
 
     def _recovered(self, observation: Observation) -> list[Finding]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.medians import median
 from paceline_server.steps.bubbles import equal_seconds, typical_seconds
 from paceline_server.steps.phase import PipelinePhase
 from paceline_server.steps.pipeline import Pipeline
@@ -116,7 +117,7 @@ def _seconds_per_layer(pipeline: Pipeline, typical: Floats, part: Ints, layers: 
                 for number in range(layers.size)
                 if (rows & (part == number)).any()
             ]
-            found[rows] = float(np.median(by_part))
+            found[rows] = median(by_part)
     return found
 
 

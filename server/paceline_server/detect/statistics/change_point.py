@@ -18,6 +18,8 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.medians import column_medians, known_median, median, quantile
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -56,6 +58,21 @@ class Shift:
     size: float  # new level minus old
     before: float  # the old level
     score: float  # in standard errors
+
+
+@dataclass(frozen=True, slots=True)
+class _Splits:
+    """The rise of each series at each split. [split, series]"""
+
+    steps: Ints  # number of newest values, by split
+    rise: Floats  # -inf: too small, or too few values
+    variance: Floats  # of the rise, for white noise
+
+    def surest(self, drift: float) -> tuple[Floats, Ints]:
+        """Return each series' highest score over all splits, and its number of newest values."""
+        score = self.rise / np.sqrt(self.variance + drift**2)
+        best = score.argmax(axis=0)
+        return score[best, np.arange(best.size)], self.steps[best]
 
 
 class ShiftMonitor:
@@ -128,7 +145,7 @@ class ShiftMonitor:
         half = min(len(self.values) // 2, PAST)
         if half < LEAST_PAST:
             return math.inf
-        sigma = float(np.median(self._sigma))
+        sigma = median(self._sigma)
         return self.needed * math.sqrt(2.0 * sigma**2 / half + self._drift**2)
 
     def push(self, values: Floats) -> None:
@@ -164,15 +181,16 @@ class ShiftMonitor:
         values = self.values
         if len(values) < LEAST_PAST + self._least:
             return []
-        score, steps = self._scores(values, self._drift)
+        splits = self._splits(values)
+        score, steps = splits.surest(self._drift)
         if self._drift and not self._is_sure(score, certainty).any():
             # A step change that was not found immediately must not count as drift: only the scatter
             # of means that is left without it does.
-            unhindered, places = self._scores(values, 0.0)
+            unhindered, places = splits.surest(0.0)
             surest = int(unhindered.argmax())
             if self._is_sure(unhindered, certainty)[surest]:
                 flat = self._without_step(values, surest, int(places[surest]))
-                score, steps = self._scores(values, self._scatter_of_means(flat))
+                score, steps = splits.surest(self._scatter_of_means(flat))
         suspects = np.flatnonzero(self._is_sure(score, certainty))
         found = []
         for series in suspects.tolist():
@@ -193,7 +211,7 @@ class ShiftMonitor:
 
     def error_of_level(self, series: Sequence[int], steps: int) -> float:
         """Return the standard error of `level`, from the scatter before these steps."""
-        sigma = float(np.median(self._sigma[list(series)]))
+        sigma = median(self._sigma[list(series)])
         return math.sqrt(
             sigma**2 * MEDIAN_VARIANCE / steps + self._scatter_of_means(self.values[:-steps]) ** 2
         )
@@ -202,8 +220,8 @@ class ShiftMonitor:
         sure: Bools = score >= certainty * self.needed * self._doubt
         return sure
 
-    def _scores(self, values: Floats, drift: float) -> tuple[Floats, Ints]:
-        """Return each series' highest score over all splits, and its number of newest steps."""
+    def _splits(self, values: Floats) -> _Splits:
+        """Return how much each series rose at each split of its values."""
         sums, counts, total = self._sums, self._counts, self._end
         start = total - len(values)
         steps = self._newest[total - self._newest - start >= LEAST_PAST]
@@ -215,10 +233,8 @@ class ShiftMonitor:
         after, before = np.maximum(after, 1), np.maximum(before, 1)
         rise = (sums[total] - sums[split]) / after - (sums[split] - sums[first]) / before
         enough &= rise >= 0.9 * self.smallest
-        variance = self._sigma**2 * (1.0 / after + 1.0 / before) + drift**2
-        score = np.where(enough, rise / np.sqrt(variance), -np.inf)
-        best = score.argmax(axis=0)
-        return score[best, np.arange(best.size)], steps[best]
+        variance = self._sigma**2 * (1.0 / after + 1.0 / before)
+        return _Splits(steps, np.where(enough, rise, -np.inf), variance)
 
     def _confirmed(self, series: int, steps: int, score: float) -> Shift | None:
         """Return the change with its exact step; None if it did not last."""
@@ -226,15 +242,15 @@ class ShiftMonitor:
         steps = self._place(column, steps, float(self._sigma[series]))
         if steps < self._least:
             return None
-        before = _median(column[max(len(column) - steps - PAST, 0) : -steps])
+        before = known_median(column[max(len(column) - steps - PAST, 0) : -steps])
         changed = column[-steps:]
-        size = _median(changed) - before
+        size = known_median(changed) - before
         if math.isnan(size) or np.isnan(changed[-2:]).all():
             return None
         half = before + size / 2.0
         changed = changed[~np.isnan(changed)]
         lasting = (changed >= half).mean() >= AGREEING
-        still = changed[-1] >= half if steps < 2 * NEWEST[0] else np.median(changed[-4:]) >= half
+        still = changed[-1] >= half if steps < 2 * NEWEST[0] else median(changed[-4:]) >= half
         if size < self.smallest or not (lasting and still and _is_sharp(column, steps, size)):
             return None
         return Shift(series, steps, size, before, score)
@@ -242,7 +258,7 @@ class ShiftMonitor:
     def _place(self, column: Floats, steps: int, sigma: float) -> int:
         """Return how many of the newest values belong to the new level; `steps` is an estimate."""
         first = max(len(column) - steps - PAST, 0)
-        usual, new = _median(column[first:-steps]), _median(column[-steps:])
+        usual, new = known_median(column[first:-steps]), known_median(column[-steps:])
         # A spike must not attract the split.
         reach = max(CLIP_SIGMAS * sigma, 1.5 * abs(new - usual))
         return _split(np.clip(column[first:], usual - reach, usual + reach))
@@ -285,7 +301,7 @@ class ShiftMonitor:
 
     def _scatter_of_means(self, past: Floats) -> float:
         """Return how much more means of several steps scatter than white noise explains."""
-        white = float(np.median(self._sigma))
+        white = median(self._sigma)
         if self._is_spiky:
             reach = np.maximum(CLIP_SIGMAS * self._sigma, 2.0 * self.smallest)
             past = np.clip(past, self._center - reach, self._center + reach)
@@ -299,39 +315,23 @@ class ShiftMonitor:
             moved = moved[~np.isnan(moved)]
             if moved.size < 6:
                 break
-            tail = float(np.quantile(moved, TAIL)) / TAIL_SIGMAS
-            sigma = max(MAD_TO_SIGMA * float(np.median(moved)), tail) / math.sqrt(2.0)
+            tail = quantile(moved, TAIL) / TAIL_SIGMAS
+            sigma = max(MAD_TO_SIGMA * median(moved), tail) / math.sqrt(2.0)
             beyond = max(beyond, sigma**2 - white**2 / length)
         return math.sqrt(beyond)
 
 
-def column_medians(values: Floats) -> Floats:
-    """Return the median of each column without NaN: a faster `nanmedian`, without warnings."""
-    if not len(values):
-        return np.full(values.shape[1], np.nan)
-    ordered = np.sort(values, axis=0)  # NaN last
-    counts = (~np.isnan(values)).sum(axis=0)
-    low, high = np.maximum((counts - 1) // 2, 0), counts // 2
-    columns = np.arange(values.shape[1])
-    medians = (ordered[low, columns] + ordered[np.minimum(high, len(values) - 1), columns]) / 2.0
-    return np.where(counts > 0, medians, np.nan)
-
-
 def _median_sigma(steps: Floats) -> float:
     known = steps[~np.isnan(steps)]
-    return MAD_TO_SIGMA * float(np.median(known)) if known.size else 0.0
-
-
-def _median(values: Floats) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if known.size else math.nan
+    return MAD_TO_SIGMA * median(known) if known.size else 0.0
 
 
 def _is_sharp(column: Floats, steps: int, size: float) -> bool:
     """Return whether it is a step change; a drift hardly moves in the steps around its middle."""
     near = max(2 * NEWEST[0], steps // 4)
     split = len(column) - steps
-    jump = _median(column[split : split + near]) - _median(column[max(split - near, 0) : split])
+    before, after = column[max(split - near, 0) : split], column[split : split + near]
+    jump = known_median(after) - known_median(before)
     return math.isnan(jump) or jump >= SHARPNESS * size
 
 

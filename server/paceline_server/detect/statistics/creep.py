@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline_server.detect.observation import Generation
 from paceline_server.detect.statistics.peer_levels import Floats, PeerLevels
+from paceline_server.medians import median
 
 # A step change is found within this many steps; a creep had a part of its size before that.
 STEP_STEPS = 8
@@ -66,7 +67,7 @@ class Creep:
             ranks = [] if rank in done else self._together(rank, moved)
             done.update(ranks)
             if ranks:
-                found.append((ranks, float(np.median(moved[ranks]))))
+                found.append((ranks, median(moved[ranks])))
         return found
 
     def _together(self, rank: int, moved: Floats) -> list[int]:
@@ -74,7 +75,7 @@ class Creep:
         node = self._on_node[self._generation.node(rank)]
         others = np.array([other for other in node if other != rank], dtype=np.int64)
         others = others[~np.isnan(moved[others])]
-        if not others.size or moved[rank] - np.median(moved[others]) < self._least:
+        if not others.size or moved[rank] - median(moved[others]) < self._least:
             slow = [member for member in node if moved[member] >= self._least_of_node]
             return slow if rank in slow and len(slow) >= self._most_of_node * len(node) else []
         return [rank]

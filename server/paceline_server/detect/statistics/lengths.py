@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.medians import median
 from paceline_server.steps.grid import grid_of
 from paceline_server.steps.timing import ComputeTimes
 from paceline_wire.topology import Topology
@@ -62,7 +63,7 @@ def fit_cost(tokens: Ints, squared_tokens: Ints, seconds: Floats) -> LengthCost 
         return None
     seconds = seconds[good]
     s, q = tokens[good].astype(np.float64), squared_tokens[good].astype(np.float64)
-    flat = LengthCost(float(np.median(seconds)))
+    flat = LengthCost(median(seconds))
     if s.min() <= 0 or max(s.std() / s.mean(), q.std() / max(q.mean(), 1)) < SPREAD_THAT_COUNTS:
         return flat
     if seconds.size < FIT_SAMPLES:
@@ -91,7 +92,7 @@ def _robustly(columns: Floats) -> Floats:
         weighted = columns * weights[:, None]
         coefficients = np.linalg.lstsq(weighted.T @ columns, weighted.sum(axis=0), rcond=1e-9)[0]
         residuals = np.abs(columns @ coefficients - 1.0)
-        sigma = max(MAD_TO_SIGMA * float(np.median(residuals)), 1e-6)
+        sigma = max(MAD_TO_SIGMA * median(residuals), 1e-6)
         weights = np.minimum(1.0, HUBER * sigma / np.maximum(residuals, 1e-12))
     return coefficients
 
@@ -178,5 +179,5 @@ class ExpectedCompute:
         old = self._costs[cell]
         if not np.isnan(old[0]):
             features = np.stack([np.ones_like(tokens), tokens, squared])
-            new *= float(np.median(old @ features)) / max(float(np.median(new @ features)), 1e-12)
+            new *= median(old @ features) / max(median(new @ features), 1e-12)
         self._costs[cell] = new

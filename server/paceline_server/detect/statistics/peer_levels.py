@@ -26,8 +26,8 @@ from paceline_server.detect.statistics.change_point import (
     STEPS_BETWEEN_RENEWALS,
     Shift,
     ShiftMonitor,
-    column_medians,
 )
+from paceline_server.medians import column_medians, known_median, median
 from paceline_server.steps.peers import medians_of_others
 
 Floats = npt.NDArray[np.float64]
@@ -260,25 +260,25 @@ class PeerLevels:
         before, newest = before[~np.isnan(before)], newest[~np.isnan(newest)]
         if not before.size or not newest.size:
             return True
-        agreeing = newest >= np.median(before) + shift.size / 2.0
+        agreeing = newest >= median(before) + shift.size / 2.0
         return float(agreeing.mean()) >= AGREEING
 
     def begin(self, series: tuple[int, ...], steps: int) -> Rise:
         """Explain a rise of the series in the newest `steps`; return it."""
         sizes, _ = self._monitor.shift_at(series, steps)
-        return self.assume(series, steps, _middle(sizes))
+        return self.assume(series, steps, known_median(sizes))
 
     def assume(self, series: tuple[int, ...], steps: int, size: float) -> Rise:
         """Explain a rise of a known size."""
         self._explain(series, steps, size)
-        before = _middle(self._monitor.center[list(series)])
+        before = known_median(self._monitor.center[list(series)])
         since = self.pushed - steps
         return Rise(series, size, before, since, since)
 
     def assume_creep(self, series: tuple[int, ...], size: float) -> Rise:
         """Explain a rise of a known size since the first steps, which still grows."""
         self._explain(series, FOLLOWED_STEPS, size)
-        before = _middle(self._first[list(series)])
+        before = known_median(self._first[list(series)])
         since = self.pushed - FOLLOWED_STEPS
         return Rise(series, size, before, since, since, creeps=True)
 
@@ -296,7 +296,7 @@ class PeerLevels:
     def worsen(self, rise: Rise, steps: int) -> None:
         """Add the growth of a rise in the newest `steps` to its explained size."""
         sizes, _ = self._monitor.shift_at(rise.series, steps)
-        self._resize(rise, steps, _middle(sizes))
+        self._resize(rise, steps, known_median(sizes))
 
     def follow(self, rise: Rise) -> Course:
         """Return the progress of a rise, and reduce its explained size if it is smaller or over."""
@@ -355,7 +355,7 @@ class PeerLevels:
 
     def _beyond(self, rise: Rise, steps: int) -> float:
         """Return how far the newest levels are from the level before plus the reported rise."""
-        level = _middle(self._monitor.level(rise.series, steps))
+        level = known_median(self._monitor.level(rise.series, steps))
         return 0.0 if math.isnan(level) else level - rise.before
 
     def _explain(self, series: tuple[int, ...], steps: int, size: float) -> None:
@@ -400,8 +400,3 @@ def steps_since_jump(risen: Floats, size: float) -> int | None:
     if of_jump.min() > of_ramp.min():
         return None
     return int(risen.size - of_jump.argmin())
-
-
-def _middle(values: Floats) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if known.size else math.nan

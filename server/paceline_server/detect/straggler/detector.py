@@ -76,6 +76,7 @@ from paceline_server.detect.straggler.verdict import (
     ranks_in,
     subject,
 )
+from paceline_server.medians import median
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
@@ -661,7 +662,7 @@ def _longer_pauses(
     seconds = np.concatenate([timing.ranks.gc_seconds for timing in steps])
     if not seconds.any():
         return {}
-    least = NOTABLE_PAUSE * float(np.mean([np.median(one.ranks.step_seconds) for one in steps]))
+    least = NOTABLE_PAUSE * float(np.mean([median(one.ranks.step_seconds) for one in steps]))
     means = np.bincount(rank, seconds) / np.maximum(np.bincount(rank), 1)
-    usual = float(np.median(np.delete(means, ranks))) if means.size > len(ranks) else 0.0
+    usual = median(np.delete(means, ranks)) if means.size > len(ranks) else 0.0
     return {one: excess for one in ranks if (excess := float(means[one]) - usual) > least}

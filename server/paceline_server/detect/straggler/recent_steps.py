@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.detect.statistics.change_point import AGREEING, KEPT, column_medians
+from paceline_server.detect.statistics.change_point import AGREEING, KEPT
 from paceline_server.detect.statistics.load import ComputeLoad
 from paceline_server.detect.statistics.peer_levels import FOLLOWED_STEPS
 from paceline_server.detect.straggler.verdict import ReportedStraggler
+from paceline_server.medians import column_medians, median
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -57,7 +58,7 @@ class RecentSteps:
         optimizer_seconds[ranks.rank] = ranks.optimizer_seconds
         self._optimizer.append(optimizer_seconds)
         started_ns = int(ranks.start_ns.min()) if ranks.rank.size else 0
-        seconds = float(np.median(ranks.step_seconds)) if ranks.rank.size else math.nan
+        seconds = median(ranks.step_seconds) if ranks.rank.size else math.nan
         self.steps.append(ComputeStep(timing.step, started_ns, seconds))
 
     def step_seconds(self, reported: ReportedStraggler | None = None) -> float:
@@ -65,12 +66,12 @@ class RecentSteps:
         seconds = [step.seconds for step in self.steps]
         if reported is not None and reported.way == "recurs":
             return float(np.mean(np.nan_to_num(seconds[-FOLLOWED_STEPS * reported.each :])))
-        return float(np.median(seconds[-FOLLOWED_STEPS:]))
+        return median(seconds[-FOLLOWED_STEPS:])
 
     def typical_own_seconds(self) -> float:
         """Return the own work per step of the typical rank."""
         recent = np.array(self._own)[-FOLLOWED_STEPS:]
-        return float(np.median(np.nan_to_num(column_medians(recent))))
+        return median(np.nan_to_num(column_medians(recent)))
 
     def own_seconds(self, reported: ReportedStraggler) -> float:
         """Return the own work per step of its slowest rank."""
@@ -99,7 +100,7 @@ class RecentSteps:
         own, others = seconds[slow & known], seconds[~slow & known]
         if not own.size or not others.size or extra_seconds <= 0.0:
             return False
-        return bool(own.max() - np.median(others) > extra_seconds / 2.0)
+        return bool(own.max() - median(others) > extra_seconds / 2.0)
 
     def is_slow_now(self, reported: ReportedStraggler, slowdown: float) -> bool:
         """Return whether its slowest rank is slow in all of the newest steps.

@@ -21,10 +21,10 @@ from paceline_server.detect.statistics.change_point import (
     KEPT,
     MAD_TO_SIGMA,
     MEDIAN_VARIANCE,
-    column_medians,
 )
 from paceline_server.detect.statistics.peer_levels import PeerLevels, steps_since_jump
 from paceline_server.detect.straggler.settings import StragglerSettings
+from paceline_server.medians import column_medians, median
 from paceline_server.steps.peers import medians_of_others
 
 Floats = npt.NDArray[np.float64]
@@ -192,7 +192,7 @@ class SlowSinceFirst:
         others = others[~np.isnan(others)]
         if others.size < 2:
             return False
-        between = MAD_TO_SIGMA * float(np.median(np.abs(others - np.median(others))))
+        between = MAD_TO_SIGMA * median(np.abs(others - median(others)))
         return bool(typical[rank] < _CHANCE_SIGMAS * between)
 
 
@@ -200,5 +200,5 @@ def _error_of_median(rows: Floats) -> float:
     """Return the standard error of the median of a column; columns scatter alike."""
     around = np.abs(rows - column_medians(rows)).ravel()
     known = around[~np.isnan(around)]
-    scatter = MAD_TO_SIGMA * float(np.median(known)) if known.size else 0.0
+    scatter = MAD_TO_SIGMA * median(known) if known.size else 0.0
     return scatter * math.sqrt(MEDIAN_VARIANCE / max(len(rows), 1))

@@ -27,10 +27,10 @@ from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.change_point import (
     NEWEST,
     STEPS_BETWEEN_RENEWALS,
-    column_medians,
 )
 from paceline_server.detect.statistics.load import ComputeLoads
 from paceline_server.detect.transient_stall.settings import DEFAULTS, TransientStallSettings
+from paceline_server.medians import column_medians, median
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
@@ -94,11 +94,11 @@ class TransientStallDetector(Detector):
 
     def _judge(self, timing: StepTiming, observation: Observation) -> list[Finding]:
         load = self._loads.measure(timing)
-        step_seconds = float(np.median(timing.ranks.step_seconds)) if timing.ranks.rank.size else 0
+        step_seconds = median(timing.ranks.step_seconds) if timing.ranks.rank.size else 0
         known = load.total[~np.isnan(load.total)]
         if not step_seconds or not known.size:
             return []
-        level = load.total - np.median(known)
+        level = load.total - median(known)
         stalled: set[int] = set()
         if len(self._levels) >= self.settings.baseline_steps:
             if self._judged % STEPS_BETWEEN_RENEWALS == 0 or not self._usual.size:
