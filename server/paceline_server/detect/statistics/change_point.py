@@ -66,7 +66,7 @@ class _Splits:
 
     steps: Ints  # number of newest values, by split
     rise: Floats  # -inf: too small, or too few values
-    variance: Floats  # of the rise, for white noise
+    variance: Floats  # variance of the rise, for white noise
 
     def surest(self, drift: float) -> tuple[Floats, Ints]:
         """Return each series' highest score over all splits, and its number of newest values."""
