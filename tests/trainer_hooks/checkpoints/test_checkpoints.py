@@ -195,6 +195,27 @@ def test_a_save_before_the_optimizer_step_leaves_no_step_out(tmp_path: Path) -> 
     assert [saved.step for saved in saved_checkpoints(tmp_path)] == [2]
 
 
+def test_a_save_while_gradients_are_accumulated_is_made_after_their_step(tmp_path: Path) -> None:
+    def run(stop_after: int) -> list[Tensor]:
+        script, seen = Script(tmp_path, every=0, memory=False), list[Tensor]()
+        for _ in paceline.steps(range(12), state=script.state):
+            seen.append(torch.rand(()))
+            script.model(seen[-1].expand(3)).sum().backward()
+            if script.state.batches % 4 == 0:
+                script.optimizer.step()
+                script.optimizer.zero_grad()
+            if script.state.batches in (5, 7):
+                script.state.save()
+            if len(seen) == stop_after:
+                break
+        script.state.wait()
+        return seen
+
+    first = run(10)
+    assert [saved.step for saved in saved_checkpoints(tmp_path)] == [2]
+    assert torch.equal(torch.stack(run(12)[:2]), torch.stack(first[8:]))
+
+
 def test_batches_of_an_incomplete_step_are_taken_again(tmp_path: Path) -> None:
     script = Script(tmp_path, every=0)
     for number in paceline.steps(range(9), state=script.state):

@@ -141,6 +141,7 @@ class Checkpoints:
         self._saved_position: dict[str, Any] | None = None
         self._is_searched = False
         self._taken = False  # a batch, since the last step that was counted
+        self._wants_save = False  # by `save`, in the middle of a step
         self._acted_step = 0  # the last one after which it was decided whether to save or to stop
         self._agreement: Agreement | None = None
         self._wants_stop = False  # requested before there was an agreement
@@ -315,6 +316,7 @@ class Checkpoints:
         """Start a checkpoint of the current step, on all ranks; training continues meanwhile.
 
         In the body of a loop, call it at the end: the optimizer's step for the batch is included.
+        While gradients are accumulated, the checkpoint is made after the step that uses them.
         Nothing is saved before the checkpoint to resume from is loaded, such as after an epoch
         that was completed before.
         """
@@ -325,6 +327,10 @@ class Checkpoints:
                 self._restore(saved)  # where it was saved: what the script does next was not
             return
         self._count_step()
+        if self._taken and self._position.accumulates():
+            # Random states and buffers of now are those after batches that a resume takes again.
+            self._wants_save = True
+            return
         with hooks.checkpoint():
             self._save()
 
@@ -494,6 +500,8 @@ class Checkpoints:
         """Return whether to save after this step; `before`: the last one for which it was asked."""
         if self._every is not None:
             return self._every > 0 and self.step // self._every > before // self._every
+        if self._wants_save:
+            return True
         if self._agreement is not None and self._checkpointer.peers.rank == 0:
             now = monotonic()
             if now - self._saved_at > self._interval.seconds():
@@ -541,6 +549,7 @@ class Checkpoints:
         state, failure = dict[str, Tensor](), None
         try:
             state = capture(self._whole())
+        self._wants_save = False
         except Exception as error:  # raised by the script's own objects: training continues
             failure = f"{reason_of(error)} (rank {self._checkpointer.peers.rank})"
         self._checkpointer.save(self.step, state, failure)

@@ -94,6 +94,10 @@ class DataPosition:
                 "generators": [each.get_state() for each in _generators(loader)],
                 "has_iterator": _has_iterator(loader),
             }
+    def accumulates(self) -> bool:
+        """Return whether the step in progress has several batches, as far as is known."""
+        return max(self._in_step, self.batches_per_step) > 1
+
             for loader in (self._known(), *self.loaders, *self.stateful)
         ]
 
