@@ -493,15 +493,17 @@ class Checkpoints:
             self._count_step()
         self._taken = False
         self._position.is_over = self._batches is not None and self._batches.is_over
+        if not self._position.is_over and not self.stopped:
+            self._position.left()
         if self._agreement is not None:
             self._agreement.leave()
 
     def _is_due(self, before: int) -> bool:
         """Return whether to save after this step; `before`: the last one for which it was asked."""
-        if self._every is not None:
-            return self._every > 0 and self.step // self._every > before // self._every
         if self._wants_save:
             return True
+        if self._every is not None:
+            return self._every > 0 and self.step // self._every > before // self._every
         if self._agreement is not None and self._checkpointer.peers.rank == 0:
             now = monotonic()
             if now - self._saved_at > self._interval.seconds():
@@ -537,7 +539,8 @@ class Checkpoints:
 
     def _end_copies(self) -> None:
         if self._copies is not None:
-            self._copies.close_at_end(is_complete=self._is_searched and not self.stopped)
+            is_left = self.stopped or self._position.is_left_by_exit
+            self._copies.close_at_end(is_complete=self._is_searched and not is_left)
 
     def _end_at_exit(self) -> None:
         if self._copies is not None:
@@ -546,10 +549,10 @@ class Checkpoints:
 
     def _save(self) -> None:
         self._saved_at = started = monotonic()
+        self._wants_save = False
         state, failure = dict[str, Tensor](), None
         try:
             state = capture(self._whole())
-        self._wants_save = False
         except Exception as error:  # raised by the script's own objects: training continues
             failure = f"{reason_of(error)} (rank {self._checkpointer.peers.rank})"
         self._checkpointer.save(self.step, state, failure)
@@ -736,7 +739,7 @@ def _drop(
         replicas.end()
     if copies is not None:
         copies.drop(
-            is_complete=position.epoch >= 0 and not driver.stopped,
+            is_complete=position.epoch >= 0 and not (driver.stopped or position.is_left_by_exit),
             is_over=_is_over_at_exit(position, driver, is_alone=is_alone),
         )
 

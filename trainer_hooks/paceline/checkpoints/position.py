@@ -11,6 +11,7 @@ A checkpoint that was made between two epochs has the state of the loaders after
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, GeneratorType
@@ -37,7 +38,8 @@ class DataPosition:
         self.batches = 0  # taken in this epoch
         self.is_over = False  # this epoch, and its loop was left
         self.is_last = True  # no epoch follows that `Checkpoints.epochs` counts
-        self.is_left_by_exit = False  # a function called `sys.exit`, as a handler of a signal does
+        # Whether a function called `sys.exit`, as a handler of a signal does. None: nothing did.
+        self.is_left_by_exit: bool | None = None
         self.batches_per_step = 1  # in the newest step: more if it accumulates gradients
         self._in_step = 0
         self._in_steps = 0  # batches of this epoch that belong to completed steps
@@ -73,11 +75,28 @@ class DataPosition:
         """Note that the script calls `sys.exit`. Outside of any function it ends the script."""
         self.is_left_by_exit = caller.f_code.co_name != "<module>"
 
+    def left(self) -> None:
+        """Note whether an interruption has closed the loop, as a handler of a signal raises it.
+
+        These are `SystemExit`, `KeyboardInterrupt` and asyncio's `CancelledError`. Nothing that is
+        watched is called, so that only the exception shows it, which is one of the newest objects.
+        """
+        kinds = {type(each) for young in (0, 1) for each in gc.get_objects(generation=young)}
+        if self.is_left_by_exit is None and any(
+            issubclass(kind, BaseException) and not issubclass(kind, Exception | GeneratorExit)
+            for kind in kinds
+        ):
+            self.is_left_by_exit = True
+
     def took(self, skipped: int = 0) -> None:
         """Count a batch that was taken, and those that were left out before it."""
-        self.is_left_by_exit = False
+        self.is_left_by_exit = None
         self.batches += 1 + skipped
         self._in_step += 1
+
+    def accumulates(self) -> bool:
+        """Return whether the step in progress has several batches, as far as is known."""
+        return max(self._in_step, self.batches_per_step) > 1
 
     def step_ended(self) -> None:
         """Note the batches of the step that has ended."""
@@ -94,10 +113,6 @@ class DataPosition:
                 "generators": [each.get_state() for each in _generators(loader)],
                 "has_iterator": _has_iterator(loader),
             }
-    def accumulates(self) -> bool:
-        """Return whether the step in progress has several batches, as far as is known."""
-        return max(self._in_step, self.batches_per_step) > 1
-
             for loader in (self._known(), *self.loaders, *self.stateful)
         ]
 

@@ -179,6 +179,46 @@ def test_copies_are_kept_if_an_error_ends_the_training(
     assert list(root.iterdir()) == []
 
 
+HANDLED = """
+import os, signal, sys, time, torch, paceline
+
+def preempted(*_):
+    raise KeyboardInterrupt if sys.argv[2] == "caught" else SystemExit(143)
+
+signal.signal(signal.SIGTERM, preempted)
+
+def main():
+    weight = torch.zeros(3)
+    state = paceline.Checkpoints(sys.argv[1], every=0, weight=weight)
+    for number in paceline.steps(range(9), state=state):
+        while state._copies._is_writing and not state._copies.is_off:
+            time.sleep(0.001)
+        if number == 7 and sys.argv[2] in ("raised", "caught"):
+            os.kill(os.getpid(), signal.SIGTERM)
+    print(state.resumed_from, state.resumed_step)
+
+try:
+    main()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "output"), [("raised", 143, ""), ("caught", 0, "interrupted\n")]
+)
+def test_copies_of_a_process_alone_are_kept_if_a_handler_of_a_signal_interrupts_its_loop(
+    tmp_path: Path, root: Path, how: str, status: int, output: str
+) -> None:
+    environment = os.environ | {"PACELINE_RING_DIRECTORY": ""}
+    ended = forked_python.run(["-c", HANDLED, tmp_path / "saved", how], environment)
+    assert (ended.returncode, ended.stdout) == (status, output)
+    assert len(list(root.glob("*/*.copy"))) > 0
+    ended = forked_python.run(["-c", HANDLED, tmp_path / "saved", "end"], environment)
+    assert ended.stdout == "memory 7\n"
+    assert list(root.iterdir()) == []
+
+
 @pytest.mark.parametrize("stream", ["None", "object()", "types.MappingProxyType({})"])
 def test_a_script_without_a_standard_error_keeps_its_copies_as_well(
     tmp_path: Path, root: Path, stream: str
@@ -217,6 +257,8 @@ def main():
                     pass
             if number == 3 and end == "break":
                 break
+            if number == 3 and end == "interrupted":
+                raise KeyboardInterrupt
             if number == 3 and end == "raised":
                 raise SystemExit(1)
             if number == 3 and end == "preempted":
@@ -226,7 +268,12 @@ def main():
     assert not state._copies.is_off
     return state if "keep" in sys.argv else None
 
-kept = main()
+try:
+    kept = main()
+except KeyboardInterrupt:
+    pass
+if end == "interrupted":
+    dist.destroy_process_group()
 if end == "child" and os.fork() == 0:
     sys.exit(0)
 if end == "child":
@@ -248,6 +295,7 @@ if end in ("failed", "child"):
         ("break", 0, True),
         ("preempted", 0, True),
         ("between epochs", 0, True),
+        ("interrupted", 0, True),
         ("raised", 1, True),
         ("failed", 1, True),
         ("child", 1, True),
