@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from traceback import StackSummary
 
+from torch.distributed.checkpoint.api import CheckpointException
+
+from paceline.checkpoints.errors import CheckpointError
+from paceline.checkpoints.rank_group import RankGroup
 from tests.forked_python import ForkedPython
 
 RANKS = 3
@@ -36,3 +41,18 @@ def test_values_of_any_size_are_exchanged(tmp_path: Path) -> None:
     for rank in ranks:
         output, errors = rank.communicate(timeout=100)
         assert output == "same\n", errors
+
+
+def test_a_failure_of_another_rank_that_torch_collected_has_its_rank() -> None:
+    def fail() -> None:
+        error = OSError(30, "Read-only file system")
+        raise CheckpointException("write", {1: (error, StackSummary())})
+
+    def fail_with_cause() -> None:
+        try:
+            fail()
+        except CheckpointException as error:
+            raise CheckpointError("read-only") from error
+
+    assert RankGroup(None).attempt(fail) == "[Errno 30] Read-only file system (rank 1)"
+    assert RankGroup(None).attempt(fail_with_cause) == "read-only (rank 1)"

@@ -67,7 +67,8 @@ class RankGroup:
         try:
             act()
         except (OSError, CheckpointError, CheckpointException) as error:
-            return f"{reason_of(error)} (rank {self.rank})"
+            rank = _failed_rank(error)
+            return f"{reason_of(error)} (rank {self.rank if rank is None else rank})"
         return None
 
     def first(self, failure: str | None) -> str | None:
@@ -100,6 +101,14 @@ def _exchange(content: bytes, exchange: Callable[[bytes], list[bytes]]) -> list[
 
 def _tensor_of(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _failed_rank(error: BaseException) -> int | None:
+    """Return the first rank of torch's collected failures; None: the error is this rank's own."""
+    for each in (error, error.__cause__):
+        if isinstance(each, CheckpointException) and each.failures:
+            return next(iter(each.failures))
+    return None
 
 
 def reason_of(error: BaseException) -> str:
