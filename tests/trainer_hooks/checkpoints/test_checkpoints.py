@@ -714,6 +714,32 @@ def test_a_job_that_is_refused_leaves_the_directory_to_the_one_that_trains(tmp_p
     assert first.state.wait()
 
 
+def test_options_of_the_script_that_those_of_the_checkpoint_replace_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(kind: type[torch.optim.Optimizer], rate: float, **options: Any) -> list[str]:
+        model = nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=rate, **options)  # type: ignore[call-arg]
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        caplog.clear()
+        state = paceline.Checkpoints(
+            tmp_path, every=2, model=model, optimizer=optimizer, scheduler=scheduler
+        )
+        for _ in paceline.steps(range(9), state=state):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        state.wait()
+        return [record.getMessage() for record in caplog.records if "differ" in record.msg]
+
+    assert run(torch.optim.AdamW, 0.1, weight_decay=0.1) == []
+    assert run(torch.optim.AdamW, 0.1, weight_decay=0.1) == [], "the scheduler has changed the rate"
+    (message,) = run(torch.optim.Adam, 0.2, weight_decay=0.1)
+    assert ": decoupled_weight_decay is True and not False, initial_lr is 0.1 and not 0.2. " in (
+        message
+    )
+
+
 def test_a_checkpoint_with_more_than_the_script_has_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -7,6 +7,7 @@ same and tensors are DTensors.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
@@ -24,6 +25,8 @@ from torch.optim import Optimizer
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
 from paceline.checkpoints.random_states import OwnGenerator
 from paceline.checkpoints.trees import Leaf, encode, leaves_of, put_together, take_apart
+
+_log = logging.getLogger(__name__)
 
 
 class Captured(NamedTuple):
@@ -394,6 +397,7 @@ class OptimizerPart(_Base):
             else group
             for group in state["param_groups"]
         ]
+        _warn_of_other_options(state["param_groups"], groups)
         others = {k: v for k, v in tree.items() if k not in ("state", "groups")}
         values = {numbers[name]: value for name, value in tree["state"].items()}
         self.value.load_state_dict({**others, "state": values, "param_groups": groups})
@@ -440,7 +444,30 @@ LATE_PARTS = (
     "before paceline.steps"
 )
 REMEDY = "use another directory, or the same model and optimizer"
+_CHANGED_BY_SCHEDULERS = ("lr", "momentum")  # `initial_lr` shows another learning rate
 HAS_NAMES = (ModulePart, OptimizerPart)  # each tensor is one of this script's own
+
+
+def _warn_of_other_options(
+    own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Log which options of groups, as the script has set them, those of the checkpoint replace."""
+    replaced = {
+        f"{name} is {saved_group[name]!r} and not {value!r}"
+        for own_group, saved_group in zip(own, saved, strict=True)
+        for name, value in own_group.items()
+        if name in saved_group
+        and name not in _CHANGED_BY_SCHEDULERS
+        and isinstance(value, bool | int | float)
+        and isinstance(saved_group[name], bool | int | float)
+        and value != saved_group[name]
+    }
+    if replaced:
+        _log.warning(
+            "The optimizer has the options of the checkpoint, which differ from those of the "
+            "script: %s. To change one, set it in optimizer.param_groups in the loop.",
+            ", ".join(sorted(replaced)),
+        )
 
 
 def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
