@@ -884,6 +884,34 @@ def test_an_evaluation_between_two_steps_changes_no_names(tmp_path: Path) -> Non
         dist.destroy_process_group()
 
 
+def test_a_script_that_shards_its_model_only_with_several_ranks_resumes_with_one_and_back(
+    tmp_path: Path,
+) -> None:
+    def train(directory: Path, batches: int, *, shards: bool) -> tuple[int | None, list[float]]:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(3, 2)
+        if shards:
+            fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = paceline.Checkpoints(directory, every=1, optimizer=optimizer, model=model)
+        for _ in paceline.steps(range(batches), state=state):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state.wait()
+        weight = model.weight.full_tensor() if shards else model.weight
+        return state.resumed_step, weight.flatten().tolist()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _, whole = train(tmp_path / "whole", 4, shards=False)
+        assert train(tmp_path / "parts", 2, shards=False)[0] is None
+        assert train(tmp_path / "parts", 3, shards=True)[0] == 2
+        assert train(tmp_path / "parts", 4, shards=False) == (3, whole)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_generators_of_a_rank_are_not_loaded_by_another_number_of_ranks(tmp_path: Path) -> None:
     script = Script(tmp_path, every=1, order=random.Random(1), noise=torch.Generator())
     script.train(3)

@@ -492,12 +492,16 @@ def full_names(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _empty_for(leaf: Leaf, *templates: Tensor | None) -> Tensor:
-    """Return a tensor to read into: sharded like the first template of its shape."""
+    """Return a tensor to read into: sharded, or not, like the first template of its shape."""
+    if leaf.shape:  # a number, such as the one of steps, is never sharded
+        for template in templates:
+            if template is None or tuple(template.shape) != leaf.shape:
+                continue
+            if isinstance(template, DTensor):
+                return torch.empty_like(template, dtype=leaf.dtype, requires_grad=False)
+            return torch.empty(leaf.shape, dtype=leaf.dtype)
     if not leaf.is_sharded:
         return torch.empty(leaf.shape, dtype=leaf.dtype)
-    for template in templates:
-        if isinstance(template, DTensor) and tuple(template.shape) == leaf.shape:
-            return torch.empty_like(template, dtype=leaf.dtype, requires_grad=False)
     raise CheckpointError(
         f"{leaf.name} of shape {list(leaf.shape)} was sharded, and nothing here shows how it is "
         "sharded now: create the state before `paceline.steps` begins"
