@@ -216,6 +216,18 @@ def test_a_save_while_gradients_are_accumulated_is_made_after_their_step(tmp_pat
     assert torch.equal(torch.stack(run(12)[:2]), torch.stack(first[8:]))
 
 
+def test_a_save_in_the_last_incomplete_step_of_an_epoch_is_made_after_it(tmp_path: Path) -> None:
+    script = Script(tmp_path, every=0, memory=False)
+    for _ in paceline.steps(range(6), state=script.state):
+        script.model(torch.ones(3)).sum().backward()
+        if script.state.batches % 4 == 0:
+            script.optimizer.step()
+        if script.state.batches == 6:
+            script.state.save()
+    script.state.wait()
+    assert [saved.step for saved in saved_checkpoints(tmp_path)] == [1]
+
+
 def test_batches_of_an_incomplete_step_are_taken_again(tmp_path: Path) -> None:
     script = Script(tmp_path, every=0)
     for number in paceline.steps(range(9), state=script.state):

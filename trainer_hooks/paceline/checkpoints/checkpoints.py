@@ -493,7 +493,11 @@ class Checkpoints:
             self._count_step()
         self._taken = False
         self._position.is_over = self._batches is not None and self._batches.is_over
-        if not self._position.is_over and not self.stopped:
+        if self._position.is_over:
+            if self._wants_save:  # no step follows in this epoch: all ranks have used up their data
+                with hooks.checkpoint():
+                    self._save()
+        elif not self.stopped:
             self._position.left()
         if self._agreement is not None:
             self._agreement.leave()
