@@ -752,6 +752,29 @@ def test_options_of_the_script_that_those_of_the_checkpoint_replace_are_logged(
     )
 
 
+def test_parameters_of_another_type_are_refused_if_an_optimizer_has_states_of_them(
+    tmp_path: Path,
+) -> None:
+    def run(dtype: torch.dtype, *, with_optimizer: bool) -> Tensor:
+        model = nn.Linear(3, 2).to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters())
+        parts: dict[str, Any] = {"optimizer": optimizer} if with_optimizer else {}
+        state = paceline.Checkpoints(tmp_path / f"{len(parts)}", every=1, model=model, **parts)
+        for _ in paceline.steps(range(2), state=state):
+            model(torch.ones(3, dtype=dtype)).sum().backward()
+            optimizer.step()
+        state.wait()
+        return model.weight.detach()
+
+    run(torch.float32, with_optimizer=True)
+    with pytest.raises(
+        OtherRunError, match=r"model\.weight is torch\.float32 .* torch\.bfloat16 here"
+    ):
+        run(torch.bfloat16, with_optimizer=True)
+    weight = run(torch.float32, with_optimizer=False)
+    assert torch.equal(run(torch.bfloat16, with_optimizer=False), weight.bfloat16())
+
+
 def test_a_checkpoint_with_more_than_the_script_has_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(model.parameters())

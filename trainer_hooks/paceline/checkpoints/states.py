@@ -137,7 +137,24 @@ class StoredState:
             for name, tensors in targets.items()
             for key, tensor in tensors.items()
         }
+        if any(isinstance(part, OptimizerPart) for part in wanted.values()):
+            for name, part in wanted.items():
+                if isinstance(part, ModulePart):
+                    self._refuse_other_types(name, part, targets[name])
         return _Plan(whole, targets, into)
+
+    def _refuse_other_types(
+        self, name: str, part: ModulePart, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Raise OtherRunError if a parameter had another type, as the optimizer's states have."""
+        for key, tensor in tensors.items():
+            stored = self._stored_name(name, key, part, tensor)
+            saved = self._metadata(stored).properties.dtype
+            if saved != tensor.dtype and not part.is_buffer(key):
+                raise OtherRunError(
+                    f"{name}.{key} is {saved} in {self._found.path}, and {tensor.dtype} here: "
+                    f"{REMEDY}"
+                )
 
     def _refuse_missing(self, parts: Mapping[str, StatePart], rests: Mapping[str, Any]) -> None:
         """Raise OtherRunError if an optimizer lacks parameters that it had: not all would train."""
@@ -191,9 +208,13 @@ class StoredState:
         }
 
     def _empty(self, stored: str) -> Tensor:
+        metadata = self._metadata(stored)
+        return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+
+    def _metadata(self, stored: str) -> TensorStorageMetadata:
         metadata = self._found.metadata.state_dict_metadata[stored]
         assert isinstance(metadata, TensorStorageMetadata), "only tensors are stored"
-        return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        return metadata
 
     def _stored_name(self, name: str, key: str, part: StatePart, tensor: Tensor) -> str:
         """Return the stored name of a tensor, after checking that it fits."""
