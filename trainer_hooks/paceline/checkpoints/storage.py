@@ -390,7 +390,10 @@ class Checkpointer:
         """
         kept = saved_checkpoints(self.directory)
         if len(kept) < max(2, self.keep) or (path / COMMITTED).exists():
-            raise CheckpointError("no older checkpoint can be deleted for it")
+            raise CheckpointError(
+                f"no older checkpoint can be deleted for it: {len(kept)} of the {self.keep} that "
+                "are to be kept exist; free space, or keep fewer"
+            )
         if kept[0] != self._intact:
             newest = self.directory / kept[0].name
             for name, entry in read_manifest(newest)["files"].items():
