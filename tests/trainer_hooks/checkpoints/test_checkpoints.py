@@ -752,6 +752,18 @@ def test_options_of_the_script_that_those_of_the_checkpoint_replace_are_logged(
     )
 
 
+def test_a_lazy_model_is_refused_before_it_has_seen_a_batch(tmp_path: Path) -> None:
+    def state_of(model: nn.Module) -> paceline.Checkpoints:
+        return paceline.Checkpoints(tmp_path, model=model)
+
+    with pytest.raises(ValueError, match=r"^model\.0\.weight has no shape before the first"):
+        next(iter(paceline.steps(range(2), state=state_of(nn.Sequential(nn.LazyLinear(2))))))
+    model = nn.Sequential(nn.LazyLinear(2))
+    state = state_of(model)
+    model(torch.ones(3))
+    assert len(list(paceline.steps(range(2), state=state))) == 2
+
+
 def test_parameters_of_another_type_are_refused_if_an_optimizer_has_states_of_them(
     tmp_path: Path,
 ) -> None:

@@ -374,11 +374,12 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded: training must not begin again.
-            ValueError: the ranks may make different numbers of steps, or this is no epoch.
+            ValueError: the ranks may make different numbers of steps, a parameter has no shape yet,
+                or this is no epoch.
         """
         if self.stopped:
             return iter(())
-        self._refuse_uneven_steps()
+        self._refuse_models()
         if self._epoch is not None and self._position.epoch >= self._epoch:
             raise ValueError(
                 "Checkpoints.epochs allows one loop with this state per epoch: leave out `state` "
@@ -412,9 +413,17 @@ class Checkpoints:
         self._skip_if_due()
         return iter(()) if self._act() else self._batches
 
-    def _refuse_uneven_steps(self) -> None:
+    def _refuse_models(self) -> None:
         for name, part in self._parts.items():
-            if isinstance(part, ModulePart) and part.allows_uneven_steps():
+            if not isinstance(part, ModulePart):
+                continue
+            if (parameter := part.uninitialized()) is not None:
+                raise ValueError(
+                    f"{name}.{parameter} has no shape before the first batch, so that no "
+                    "checkpoint can be loaded into it: run the model once before paceline.steps, "
+                    "such as under torch.no_grad()"
+                )
+            if part.allows_uneven_steps():
                 raise ValueError(
                     f"inside {name}.join() ranks make different numbers of steps, so that there is "
                     "none at which all can save: leave it out and give all ranks as many batches, "

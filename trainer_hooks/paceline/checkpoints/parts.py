@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from paceline.checkpoints.errors import CheckpointError, OtherRunError
@@ -268,6 +269,14 @@ class ModulePart(_Base):
         joined = (each for module in self.modules for each in module.modules())
         configs = (getattr(e, "_join_config", None) for e in joined if isinstance(e, Joinable))
         return any(each.enable and not each.throw_on_early_termination for each in configs if each)
+
+    def uninitialized(self) -> str | None:
+        """Return a parameter or buffer of a lazy module that has no shape yet, if there is one."""
+        for module in self.modules:
+            for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+                if is_lazy(tensor):
+                    return name
+        return None
 
     def _states(self) -> Iterator[tuple[nn.Module, dict[str, tuple[str, Any]]]]:
         """Yield each module with its entries: by stored name, the module's name and the value."""
