@@ -3433,6 +3433,7 @@ export interface components {
          *       "overlapped_seconds": 0.08,
          *       "peer_wait_seconds": 0.02,
          *       "samples": 32,
+         *       "skipped": 0,
          *       "slow_link_seconds": 0,
          *       "slowest_rank": 2,
          *       "slowest_slowdown": 2.5,
@@ -3481,6 +3482,11 @@ export interface components {
             peer_wait_seconds?: number | null;
             /** Samples */
             samples?: number | null;
+            /**
+             * Skipped
+             * @default 0
+             */
+            skipped: number;
             /** Slow Link Seconds */
             slow_link_seconds?: number | null;
             /** Slowest Rank */
@@ -3529,6 +3535,7 @@ export interface components {
          *           "overlapped_seconds": 0.08,
          *           "peer_wait_seconds": 0.02,
          *           "samples": 32,
+         *           "skipped": 0,
          *           "slow_link_seconds": 0,
          *           "slowest_rank": 2,
          *           "slowest_slowdown": 2.5,

@@ -179,6 +179,7 @@ _STEP = {
     "overlapped_seconds": 0.08,
     "samples": 32,
     "tokens": 131072,
+    "skipped": 0,
     "straggler_seconds": 0.72,
     "imbalance_seconds": 0.0,
     "slow_link_seconds": 0.0,

@@ -147,6 +147,7 @@ def step(summary: StepSummary) -> schemas.Step:
         goodput_ratio=summary.goodput_ratio,
         samples=summary.samples,
         tokens=summary.tokens,
+        skipped=summary.skipped,
         **lost,
         bubbles=[schemas.StageBubbleModel(**msgspec.to_builtins(b)) for b in summary.bubbles],
         **{name: means.get(name, 0.0) for name in StepMeans.__struct_fields__},

@@ -298,7 +298,7 @@ class RunningGeneration:
             if len(self.step_times) > TIMED_STEPS:
                 del self.step_times[next(iter(self.step_times))]
             self._joined.add(summary, now_ns)
-        self._steps_finished += len(steps)
+        self._steps_finished += sum(1 + step.skipped for step in steps)
         self._first_steps.add(steps, self.generation.topology)
         blocked = [timing.ranks.checkpoint_seconds.max(initial=0.0) for _, timing in finished]
         self._blocked_seconds += [float(seconds) for seconds in blocked if seconds > 0.0]

@@ -54,7 +54,10 @@ class LossJoin:
             if now_ns is not None and not is_reported and now_ns - since_ns < PATIENCE_NS:
                 break
             self._waiting.popleft()
-            loss, norm = self._reported.pop(summary.step, (None, None))
+            # A step that stands for others has the newest loss of theirs.
+            steps = range(summary.step, summary.step - summary.skipped - 1, -1)
+            reported = next((step for step in steps if step in self._reported), summary.step)
+            loss, norm = self._reported.pop(reported, (None, None))
             complete.append(msgspec.structs.replace(summary, loss=loss, gradient_norm=norm))
         return complete
 

@@ -2,12 +2,12 @@
 
 The job's life runs from its creation to now (for an external job, from when its ranks attached).
 Finished steps are placed on it in order, each from the mean start to the mean end of its ranks and
-clipped to the time not yet used, so wrong clocks cannot create time. Steps that the assembly
-dropped, because more arrived at once than it holds, count like the step after them, as far as there
-is time for them. The other time between steps is restart, startup or idle. The work of steps that a
-restart repeats moves to `lost_seconds`, and what a straggler cost before it was found moves from
-`imbalance_seconds` to `straggler_seconds`. A rank that takes longer is an imbalance if it recurs: a
-single pause counts as `peer_wait_seconds`.
+clipped to the time not yet used, so wrong clocks cannot create time. Short steps that were not
+analyzed count like the step after them, as do those that the assembly dropped, because more arrived
+at once than it holds, as far as there is time for them. The other time between steps is restart,
+startup or idle. The work of steps that a restart repeats moves to `lost_seconds`, and what a
+straggler cost before it was found moves from `imbalance_seconds` to `straggler_seconds`. A rank
+that takes longer is an imbalance if it recurs: a single pause counts as `peer_wait_seconds`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _PartTimes(msgspec.Struct, array_like=True):
     imbalance: int = 0
     evaluation: int = 0
     pause: int = 0  # an imbalance that has not recurred
-    dropped: int = 0  # number of dropped steps that it stands for; 0: it is of a finished step
+    dropped: int = 0  # number of missing steps that it stands for; 0: it is of a finished step
 
     def add(self, times: _PartTimes, sign: int = 1) -> None:
         for part in self.__struct_fields__:
@@ -130,7 +130,8 @@ class GoodputLedger:
         self._judge_imbalance(times)
         gap_ns = begin_ns - state.taken_until_ns
         if state.newest_step is not None and state.resumed:
-            gap_ns -= self._add_dropped(range(state.newest_step + 1, summary.step), times, gap_ns)
+            missing = range(state.newest_step + 1, summary.step)
+            gap_ns -= self._add_missing(missing, times, gap_ns, summary.skipped)
         self._add_gap(gap_ns)
         state.taken_until_ns = end_ns
         state.newest_step = summary.step
@@ -139,16 +140,18 @@ class GoodputLedger:
         state.sums.add(times)
         self._revocable.append((summary.step, times))
 
-    def _add_dropped(self, missing: range, after: _PartTimes, gap_ns: int) -> int:
+    def _add_missing(self, missing: range, after: _PartTimes, gap_ns: int, skipped: int) -> int:
         """Add the missing steps before a step with these times; return the nanoseconds they took.
 
-        A script's own numbers may leave some out: there is no time for those.
+        Those that were skipped took the whole gap. Of the others, a script's own numbers may leave
+        some out: there is no time for those.
         """
-        length_ns = min(gap_ns, len(missing) * after.total)
-        count = min(len(missing), round(length_ns / max(after.total, 1)))
-        if not count:
+        length_ns = gap_ns if skipped else min(gap_ns, len(missing) * after.total)
+        count = skipped or min(len(missing), round(length_ns / max(after.total, 1)))
+        if not count or not after.total:
             return 0
         times = after.scaled(length_ns / after.total)
+        times.samples, times.tokens = after.samples * count, after.tokens * count
         times.other += length_ns - times.total
         times.dropped = count
         self._state.useful_steps += count

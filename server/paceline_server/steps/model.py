@@ -16,6 +16,7 @@ from paceline_server.steps.groups import Groups
 from paceline_server.steps.metadata import merged
 from paceline_server.steps.peers import medians_of_others, peer_groups
 from paceline_server.steps.replicas import ReplicaPhases
+from paceline_server.steps.sampling import StepSampler
 from paceline_server.steps.timeline import StepTimeline
 from paceline_server.steps.timing import ComputeTimes, Floats, RankTimes, StepTiming
 from paceline_server.steps.types import RankStep, StepSummary
@@ -23,6 +24,7 @@ from paceline_server.steps.waits import communication
 from paceline_server.steps.work import RankValues, count_work
 from paceline_wire.batch import RankDefined, SpanBlock
 from paceline_wire.ring import GroupDefinition
+from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
 # Blocks are decoded together, which saves most of the work; at most this many spans at a time.
@@ -45,6 +47,7 @@ class StepModel:
         self.groups = Groups(topology.world_size)
         self.metadata: Mapping[str, str] = dict(metadata)
         self._assembler = Assembler(topology.world_size)
+        self._sampler = StepSampler()
         self._bubbles = BubbleModel(topology)
         self.values = RankValues(topology.world_size)
         self._blocks: list[Block] = []
@@ -101,9 +104,12 @@ class StepModel:
         return self._assembler.take_moved()
 
     def take_finished(self) -> list[FinishedStep]:
+        """Return the finished steps that are analyzed: see `sampling`."""
         self._decode()
         found = []
         for step, spans in self._assembler.take_finished():
+            if not self._sampler.takes(step, _seconds(spans)):
+                continue
             finished = self._finish(step, spans)
             if finished is not None:
                 found.append(finished)
@@ -149,8 +155,14 @@ class StepModel:
             slowest_rank=_slowest(timeline.ranks, slowdown),
             samples=samples,
             tokens=tokens,
+            skipped=self._sampler.take_skipped(),
         )
         return FinishedStep(summary, timing)
+
+
+def _seconds(spans: Spans) -> float:
+    """Return the longest time that a rank needed for the step."""
+    return int(spans.duration_ns[spans.op == Op.STEP].max(initial=0)) / 1e9
 
 
 def _compute_times(spans: Spans, rows: Ints, self_ns: Ints) -> ComputeTimes:

@@ -119,6 +119,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     # Sum over the replicas; None: not counted.
     samples: int | None = None
     tokens: int | None = None
+    skipped: int = 0  # shorter steps before it that were not analyzed, and for which it stands
 
     @property
     def mean_seconds(self) -> float:
