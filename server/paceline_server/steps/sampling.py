@@ -15,7 +15,8 @@ ANALYZED_SECONDS = 0.04  # the analysis of a step of two ranks takes about 0.008
 LONG_SECONDS = 0.25
 _RECENT_STEPS = 64
 _LARGEST_GROUP = 64
-_FACTOR = 2654435761  # of Knuth's multiplicative hash: spreads consecutive numbers
+# Knuth's multiplicative hash spreads consecutive numbers.
+_FACTOR = 2654435761
 
 
 class StepSampler:

@@ -1,4 +1,4 @@
-"""Of short steps a part is analyzed, which stands for the others."""
+"""A part of short steps is analyzed, and stands for the others."""
 
 from __future__ import annotations
 

@@ -298,9 +298,12 @@ class PeerLevels:
         sizes, _ = self._monitor.shift_at(rise.series, steps)
         self._resize(rise, steps, known_median(sizes))
 
-    def follow(self, rise: Rise) -> Course:
-        """Return the progress of a rise, and reduce its explained size if it is smaller or over."""
-        fallen = self._fallen(rise)
+    def follow(self, rise: Rise, least_steps: int = FOLLOWED_STEPS) -> Course:
+        """Return the progress of a rise, and reduce its explained size if it is smaller or over.
+
+        `least_steps`: how many of the newest steps have to show it.
+        """
+        fallen = self._fallen(rise, min(least_steps, CORRECTED_STEPS))
         if fallen is None:
             return "lasts"
         steps, left, error = fallen
@@ -311,18 +314,18 @@ class PeerLevels:
         self._explain(rise.series, steps // 2 + 1, -rise.size)
         return "over"
 
-    def _fallen(self, rise: Rise) -> tuple[int, float, float] | None:
+    def _fallen(self, rise: Rise, least_steps: int) -> tuple[int, float, float] | None:
         """Return a fall to less than half of the rise: the least number of newest steps that show
         it, the size that is left, and the standard error of that.
 
         None without a fall, or if chance explains it.
         """
         lasted = self.pushed - rise.since
-        if lasted <= NEWEST[0]:
+        if lasted <= NEWEST[0] or lasted < least_steps:
             return None
         most = min(lasted, CORRECTED_STEPS)
         half = max(rise.size, self._monitor.smallest) / 2.0
-        for steps in (*(few for few in NEWEST if FOLLOWED_STEPS <= few < most), most):
+        for steps in (*(few for few in NEWEST if least_steps <= few < most), most):
             left = rise.size + self._beyond(rise, steps)
             if left < half:
                 error = self._monitor.error_of_level(rise.series, steps)
