@@ -8,9 +8,7 @@ stays reported between its spells.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import ClassVar, Generic, TypeVar
 
 import msgspec
@@ -21,12 +19,7 @@ from paceline_server.detect.finding import Finding, cleared
 from paceline_server.detect.observation import Observation
 from paceline_server.detect.reporting import STEPS_BETWEEN_UPDATES, MeasuredCost, is_new_verdict
 from paceline_server.detect.shared_settings import LEAST_SECONDS
-from paceline_server.detect.statistics.peer_levels import (
-    CORRECTED_STEPS,
-    FOLLOWED_STEPS,
-    PeerLevels,
-    Rise,
-)
+from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
 from paceline_server.detect.statistics.spells import Spells
 from paceline_server.percent import percent
 
@@ -66,7 +59,6 @@ class RiseReports(ABC, Generic[Reported]):
         self.reported: dict[str, Reported] = {}
         self._spells: dict[str, Spells] = {}
         self._resting: dict[str, Reported] = {}  # those between two spells
-        self._ended_ns: deque[int] = deque(maxlen=CORRECTED_STEPS)  # ends of the newest steps
 
     @abstractmethod
     def describe(self, reported: Reported, observation: Observation) -> Finding:
@@ -105,24 +97,12 @@ class RiseReports(ABC, Generic[Reported]):
 
     def follow(self, step: int, ended_ns: int, observation: Observation) -> list[Finding]:
         """Return what is new about the rises, as of `step`, which ended at `ended_ns`."""
-        self._ended_ns.append(ended_ns)
         findings = [
             finding
             for reported in list(self.reported.values())
             for finding in self._follow(reported, step, ended_ns, observation)
         ]
         return findings + self._clear_resting(step, observation)
-
-    def _least_steps(self, reported: Reported) -> int:
-        """Return how many of the newest steps have to show that a rise is over.
-
-        It has to be over for as long as it had to last until it was reported.
-        """
-        if not reported.is_reported:
-            return FOLLOWED_STEPS
-        since_ns = self._ended_ns[-1] - int(LEAST_SECONDS * 1e9)
-        newest = takewhile(lambda ended_ns: ended_ns > since_ns, reversed(self._ended_ns))
-        return max(FOLLOWED_STEPS, sum(1 for _ in newest))
 
     def _described(self, reported: Reported, observation: Observation) -> Finding:
         finding = self.describe(reported, observation)
@@ -165,7 +145,7 @@ class RiseReports(ABC, Generic[Reported]):
         self, reported: Reported, step: int, ended_ns: int, observation: Observation
     ) -> list[Finding]:
         before = reported.finding
-        course = reported.levels.follow(reported.rise, self._least_steps(reported))
+        course = reported.levels.follow(reported.rise)
         if course == "over":
             del self.reported[before.fingerprint]
             if not reported.is_reported:

@@ -161,3 +161,30 @@ def test_one_of_two_that_becomes_slow_long_after_its_recovery_is_found(seed):
     rises = of_two(lambda step: 0.0 if 100 <= step < 300 else SIZE, seed)
     assert [series for _, series in rises] == [0]
     assert 300 < rises[0][0] < 320
+
+
+@pytest.mark.parametrize("kind", ["jump", "creep"])
+@pytest.mark.parametrize("seed", range(5))
+def test_rises_of_both_of_two_do_not_enlarge_each_other_without_limit(seed, kind):
+    """Both are explained, because noise hid the end of one, and each was the faster one before it
+    rose, as after a burst of the other: they cannot both be as before."""
+    chance = np.random.default_rng(seed)
+    found = PeerLevels(2, smallest=0.02, false_alarms=1e-6, resolution=0.004)
+    for _ in range(80):
+        found.push(chance.laplace(0.0, 0.1, 2))
+    rises = []
+    for rank in (0, 1):
+        rise = found.assume((rank,), 8, 0.7) if kind == "jump" else found.assume_creep((rank,), 0.7)
+        rise.before -= 0.15
+        rises.append(rise)
+    largest = 0.0
+    for step in range(400):
+        found.push(chance.laplace(0.0, 0.1, 2))
+        for rise in list(rises):
+            if found.follow(rise) == "over":
+                rises.remove(rise)
+            elif step % 8 == 0:
+                found.correct(rise)
+        largest = max([largest, *(rise.size for rise in rises)])
+    assert len(rises) < 2
+    assert largest < 2.5

@@ -205,3 +205,29 @@ def test_an_evaluation_does_not_confirm_a_slow_rank(
     evaluation = [(Op.EVALUATE, 450.0, 30_450.0)] if is_recognized else []
     found += job.advance([[*evaluation, (Op.STEP, 0.0, 30_480.0)]] * RANKS)
     assert (kind in [one.kind for one in found]) == (steps >= 8)
+
+
+def test_of_short_steps_a_part_is_analyzed_and_all_are_counted() -> None:
+    """3,000 steps of 5 ms; rank 1 needs 9 ms in the second third, and 1 s for one step."""
+    job = BareLoop(2)
+    found: list[Finding] = []
+    for number in range(3000):
+        milliseconds = job.chance.normal(4.5, 0.1, 2)
+        milliseconds[1] += 4.5 * (1000 <= number < 2000) + 1000.0 * (number == 2500)
+        ends = max(milliseconds) + 0.5
+        found += job.advance(
+            [[(Op.ALL_REDUCE, end, ends), (Op.STEP, 0, ends)] for end in milliseconds]
+        )
+    assert [(one.kind, one.rank, one.cleared) for one in found if one.kind == "straggler"] == [
+        ("straggler", 1, False),
+        ("straggler", 1, True),
+    ]
+    straggler, stall = found[0], next(one for one in found if one.kind == "transient_stall")
+    assert straggler.onset_step == pytest.approx(1000, abs=16)
+    assert straggler.slowdown == pytest.approx(2.0, abs=0.1)
+    assert (stall.rank, stall.onset_step) == (1, 2500)
+    assert job.ledger.useful_steps == pytest.approx(3000, abs=8)
+    # The mean over both ranks: which collectives meet is not known without process groups.
+    lost = job.ledger.straggler_seconds + job.ledger.imbalance_seconds
+    assert lost == pytest.approx(4.5 / 2, abs=0.2)
+    assert job.ledger.idle_seconds < 0.1

@@ -37,6 +37,7 @@ FOLLOWED_STEPS = 5  # newest steps from which the progress of a rise is judged .
 CORRECTED_STEPS = 64  # ... or up to these if they scatter; its size is corrected from these
 FALL_ERRORS = 4.0  # standard errors from which a fall is not due to chance ...
 LEFT_ERRORS = 2.0  # ... and from which a part of the rise is left
+LEAST_CONTRADICTING_STEPS = 16  # since the onset of a rise that the levels do not show
 FIRST_STEPS = 32  # first steps of the generation: the reference for slow change
 # A series rose together with another one if it shows this share of the rise, with this score.
 JOINING_SHARE = 0.5
@@ -298,12 +299,12 @@ class PeerLevels:
         sizes, _ = self._monitor.shift_at(rise.series, steps)
         self._resize(rise, steps, known_median(sizes))
 
-    def follow(self, rise: Rise, least_steps: int = FOLLOWED_STEPS) -> Course:
-        """Return the progress of a rise, and reduce its explained size if it is smaller or over.
-
-        `least_steps`: how many of the newest steps have to show it.
-        """
-        fallen = self._fallen(rise, min(least_steps, CORRECTED_STEPS))
+    def follow(self, rise: Rise) -> Course:
+        """Return the progress of a rise, and reduce its explained size if it is smaller or over."""
+        if self._is_contradicted(rise):
+            self._explain(rise.series, self.pushed - rise.since, -rise.size)
+            return "over"
+        fallen = self._fallen(rise)
         if fallen is None:
             return "lasts"
         steps, left, error = fallen
@@ -314,18 +315,31 @@ class PeerLevels:
         self._explain(rise.series, steps // 2 + 1, -rise.size)
         return "over"
 
-    def _fallen(self, rise: Rise, least_steps: int) -> tuple[int, float, float] | None:
+    def _is_contradicted(self, rise: Rise) -> bool:
+        """Return whether a rise is far larger than what the levels of all series differ by.
+
+        Two series are compared with each other only: if rises of both are explained, because noise
+        hid the end of one, the correction of each would enlarge the other without limit.
+        """
+        steps = CORRECTED_STEPS if rise.creeps else min(self.pushed - rise.since, CORRECTED_STEPS)
+        if steps < LEAST_CONTRADICTING_STEPS or rise.size <= 1.0:
+            return False
+        levels = column_medians(np.array(list(self._levels)[-steps:]))
+        known = levels[~np.isnan(levels)]
+        return known.size > 1 and rise.size > 2.0 * float(np.ptp(known)) + 1.0
+
+    def _fallen(self, rise: Rise) -> tuple[int, float, float] | None:
         """Return a fall to less than half of the rise: the least number of newest steps that show
         it, the size that is left, and the standard error of that.
 
         None without a fall, or if chance explains it.
         """
         lasted = self.pushed - rise.since
-        if lasted <= NEWEST[0] or lasted < least_steps:
+        if lasted <= NEWEST[0]:
             return None
         most = min(lasted, CORRECTED_STEPS)
         half = max(rise.size, self._monitor.smallest) / 2.0
-        for steps in (*(few for few in NEWEST if least_steps <= few < most), most):
+        for steps in (*(few for few in NEWEST if FOLLOWED_STEPS <= few < most), most):
             left = rise.size + self._beyond(rise, steps)
             if left < half:
                 error = self._monitor.error_of_level(rise.series, steps)
