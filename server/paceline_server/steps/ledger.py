@@ -130,8 +130,7 @@ class GoodputLedger:
         self._judge_imbalance(times)
         gap_ns = begin_ns - state.taken_until_ns
         if state.newest_step is not None and state.resumed:
-            missing = range(state.newest_step + 1, summary.step)
-            gap_ns -= self._add_missing(missing, times, gap_ns, summary.skipped)
+            gap_ns -= self._add_missing(summary, times, gap_ns, state.newest_step + 1)
         self._add_gap(gap_ns)
         state.taken_until_ns = end_ns
         state.newest_step = summary.step
@@ -140,14 +139,17 @@ class GoodputLedger:
         state.sums.add(times)
         self._revocable.append((summary.step, times))
 
-    def _add_missing(self, missing: range, after: _PartTimes, gap_ns: int, skipped: int) -> int:
-        """Add the missing steps before a step with these times; return the nanoseconds they took.
+    def _add_missing(self, summary: StepSummary, after: _PartTimes, gap_ns: int, first: int) -> int:
+        """Add the steps from `first` on that are missing before one with the times `after`.
 
-        Those that were skipped took the whole gap. Of the others, a script's own numbers may leave
-        some out: there is no time for those.
+        Return the nanoseconds they took. Of those that were not skipped, a script's own numbers may
+        leave some out: there is no time for those.
         """
-        length_ns = gap_ns if skipped else min(gap_ns, len(missing) * after.total)
-        count = skipped or min(len(missing), round(length_ns / max(after.total, 1)))
+        count = summary.skipped
+        length_ns = min(gap_ns, int(summary.skipped_seconds * 1e9))
+        if not count:
+            length_ns = min(gap_ns, (summary.step - first) * after.total)
+            count = min(summary.step - first, round(length_ns / max(after.total, 1)))
         if not count or not after.total:
             return 0
         times = after.scaled(length_ns / after.total)
@@ -156,7 +158,7 @@ class GoodputLedger:
         times.dropped = count
         self._state.useful_steps += count
         self._state.sums.add(times)
-        self._revocable.append((missing[0], times))
+        self._revocable.append((first, times))
         return length_ns
 
     def blame_straggler(self, onset_step: int) -> None:

@@ -144,6 +144,7 @@ class StepModel:
             },
         )
         samples, tokens = count_work(spans, grid)
+        skipped, skipped_seconds = self._sampler.take_skipped()
         summary = StepSummary(
             generation=self.generation,
             step=step,
@@ -155,7 +156,8 @@ class StepModel:
             slowest_rank=_slowest(timeline.ranks, slowdown),
             samples=samples,
             tokens=tokens,
-            skipped=self._sampler.take_skipped(),
+            skipped=skipped,
+            skipped_seconds=skipped_seconds,
         )
         return FinishedStep(summary, timing)
 

@@ -26,7 +26,7 @@ class StepSampler:
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._seen = 0
         self._group = 1  # steps of which one is analyzed
-        self._skipped = 0
+        self._skipped, self._skipped_seconds = 0, 0.0
 
     def takes(self, step: int, seconds: float) -> bool:
         """Return whether to analyze a step of this length."""
@@ -39,9 +39,11 @@ class StepSampler:
         if taken or seconds >= LONG_SECONDS:
             return True
         self._skipped += 1
+        self._skipped_seconds += seconds
         return False
 
-    def take_skipped(self) -> int:
-        """Return how many steps were left out since the last call."""
-        skipped, self._skipped = self._skipped, 0
+    def take_skipped(self) -> tuple[int, float]:
+        """Return how many steps were left out since the last call, and the seconds they took."""
+        skipped = self._skipped, self._skipped_seconds
+        self._skipped, self._skipped_seconds = 0, 0.0
         return skipped

@@ -119,7 +119,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     # Sum over the replicas; None: not counted.
     samples: int | None = None
     tokens: int | None = None
-    skipped: int = 0  # shorter steps before it that were not analyzed, and for which it stands
+    skipped: int = 0  # short steps before it that were not analyzed, and for which it stands
+    skipped_seconds: float = 0.0  # that they took
 
     @property
     def mean_seconds(self) -> float:

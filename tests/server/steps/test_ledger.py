@@ -112,20 +112,22 @@ def test_steps_that_were_dropped_count_like_the_next_one():
     assert (found.useful_steps, found.lost_steps) == (50, 53)
 
 
-def test_steps_that_were_not_analyzed_count_like_the_next_one_and_take_all_the_time_before_it():
-    """Steps of 5 ms, of which each eighth, which took 4 ms, was analyzed."""
+def test_steps_that_were_not_analyzed_count_like_the_next_one():
+    """Steps of 5 ms, of which each eighth, which took 4 ms, was analyzed; and then a pause."""
     ledger = GoodputLedger()
     ledger.begin(0, at(0), None)
     ledger.add(step(0, 0, 0.005), at(20))
     for number in range(8, 800, 8):
         analyzed = step(number, number * 0.005 + 0.001, 0.004)
-        ledger.add(replace(analyzed, skipped=7, samples=32), at(20))
+        ledger.add(replace(analyzed, skipped=7, skipped_seconds=0.036, samples=32), at(20))
     found = ledger.read(at(792 * 0.005 + 0.005))
     assert found.useful_steps == 793
     assert found.samples == 792 * 32
     assert found.compute_seconds == pytest.approx(793 * 0.005 * 0.6, rel=1e-4)
     assert found.idle_seconds == pytest.approx(793 * 0.005 * 0.1, rel=1e-3)
     assert parts_sum(found) == pytest.approx(793 * 0.005)
+    ledger.add(replace(step(800, 14, 0.005), skipped=7, skipped_seconds=0.035), at(20))
+    assert ledger.read(at(14.005)).idle_seconds - found.idle_seconds == pytest.approx(10, abs=0.01)
 
 
 def split(**seconds: float) -> StepGoodput:

@@ -15,7 +15,7 @@ def taken(seconds: float, long: dict[int, float] | None = None) -> tuple[list[in
     for step in range(STEPS):
         if sampler.takes(step, (long or {}).get(step, seconds)):
             steps.append(step)
-            skipped += sampler.take_skipped()
+            skipped += sampler.take_skipped()[0]
     return steps, skipped
 
 
