@@ -208,26 +208,25 @@ def test_an_evaluation_does_not_confirm_a_slow_rank(
 
 
 def test_of_short_steps_a_part_is_analyzed_and_all_are_counted() -> None:
-    """3,000 steps of 5 ms; rank 1 needs 9 ms in the second third, and 1 s for one step."""
+    """1,500 steps of 5 ms; rank 1 needs 9 ms in the second third, and 1 s for one step."""
     job = BareLoop(2)
     found: list[Finding] = []
-    for number in range(3000):
+    for number in range(1500):
         milliseconds = job.chance.normal(4.5, 0.1, 2)
-        milliseconds[1] += 4.5 * (1000 <= number < 2000) + 1000.0 * (number == 2500)
+        milliseconds[1] += 4.5 * (500 <= number < 1000) + 1000.0 * (number == 1250)
         ends = max(milliseconds) + 0.5
         found += job.advance(
             [[(Op.ALL_REDUCE, end, ends), (Op.STEP, 0, ends)] for end in milliseconds]
         )
-    assert [(one.kind, one.rank, one.cleared) for one in found if one.kind == "straggler"] == [
-        ("straggler", 1, False),
-        ("straggler", 1, True),
-    ]
-    straggler, stall = found[0], next(one for one in found if one.kind == "transient_stall")
-    assert straggler.onset_step == pytest.approx(1000, abs=16)
+    reports = [one for one in found if one.kind == "straggler"]
+    assert {one.fingerprint for one in reports} == {"straggler:1"}
+    assert [one for one in reports if one.cleared] == reports[-1:]
+    straggler, stall = reports[0], next(one for one in found if one.kind == "transient_stall")
+    assert straggler.onset_step == pytest.approx(500, abs=16)
     assert straggler.slowdown == pytest.approx(2.0, abs=0.1)
-    assert (stall.rank, stall.onset_step) == (1, 2500)
-    assert job.ledger.useful_steps == pytest.approx(3000, abs=8)
+    assert (stall.rank, stall.onset_step) == (1, 1250)
+    assert job.ledger.useful_steps == pytest.approx(1500, abs=8)
     # The mean over both ranks: which collectives meet is not known without process groups.
     lost = job.ledger.straggler_seconds + job.ledger.imbalance_seconds
-    assert lost == pytest.approx(4.5 / 2, abs=0.2)
+    assert lost == pytest.approx(2.25 / 2, abs=0.1)
     assert job.ledger.idle_seconds < 0.1
