@@ -132,29 +132,13 @@ class StoredState:
             for name, found in rests.items()
         }
         targets = {name: part.targets(whole[name]) for name, part in wanted.items()}
+        trains = any(isinstance(part, OptimizerPart) for part in wanted.values())
         into = {
-            self._stored_name(name, key, wanted[name], tensor): tensor
+            self._stored_name(name, key, wanted[name], tensor, trains=trains): tensor
             for name, tensors in targets.items()
             for key, tensor in tensors.items()
         }
-        if any(isinstance(part, OptimizerPart) for part in wanted.values()):
-            for name, part in wanted.items():
-                if isinstance(part, ModulePart):
-                    self._refuse_other_types(name, part, targets[name])
         return _Plan(whole, targets, into)
-
-    def _refuse_other_types(
-        self, name: str, part: ModulePart, tensors: Mapping[str, Tensor]
-    ) -> None:
-        """Raise OtherRunError if a parameter had another type, as the optimizer's states have."""
-        for key, tensor in tensors.items():
-            stored = self._stored_name(name, key, part, tensor)
-            saved = self._metadata(stored).properties.dtype
-            if saved != tensor.dtype and not part.is_buffer(key):
-                raise OtherRunError(
-                    f"{name}.{key} is {saved} in {self._found.path}, and {tensor.dtype} here: "
-                    f"{REMEDY}"
-                )
 
     def _refuse_missing(self, parts: Mapping[str, StatePart], rests: Mapping[str, Any]) -> None:
         """Raise OtherRunError if an optimizer lacks parameters that it had: not all would train."""
@@ -208,16 +192,17 @@ class StoredState:
         }
 
     def _empty(self, stored: str) -> Tensor:
-        metadata = self._metadata(stored)
-        return torch.empty(metadata.size, dtype=metadata.properties.dtype)
-
-    def _metadata(self, stored: str) -> TensorStorageMetadata:
         metadata = self._found.metadata.state_dict_metadata[stored]
         assert isinstance(metadata, TensorStorageMetadata), "only tensors are stored"
-        return metadata
+        return torch.empty(metadata.size, dtype=metadata.properties.dtype)
 
-    def _stored_name(self, name: str, key: str, part: StatePart, tensor: Tensor) -> str:
-        """Return the stored name of a tensor, after checking that it fits."""
+    def _stored_name(
+        self, name: str, key: str, part: StatePart, tensor: Tensor, *, trains: bool
+    ) -> str:
+        """Return the stored name of a tensor, after checking that it fits.
+
+        `trains`: an optimizer is loaded, too, whose states have the type of their parameters.
+        """
         full, found = f"{name}.{key}", self._found
         if self.is_of_same_ranks:
             stored = found.stored_name(full, self._rank)
@@ -237,6 +222,16 @@ class StoredState:
             raise OtherRunError(
                 f"{full} has shape {list(metadata.size)} in {found.path}, and "
                 f"{list(tensor.size())} here: {REMEDY}"
+            )
+        saved = metadata.properties.dtype
+        if (
+            trains
+            and isinstance(part, ModulePart)
+            and saved != tensor.dtype
+            and not part.is_buffer(key)
+        ):
+            raise OtherRunError(
+                f"{full} is {saved} in {found.path}, and {tensor.dtype} here: {REMEDY}"
             )
         return stored
 
