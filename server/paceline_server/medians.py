@@ -15,19 +15,19 @@ Floats = npt.NDArray[np.float64]
 
 
 def median(values: npt.ArrayLike) -> float:
-    """Return the median of all values; NaN if one of them is NaN, or if there are none."""
+    """Return the median of all values. It is NaN without values, and if any of them is NaN."""
     return quantile(values, 0.5)
 
 
 def known_median(values: Floats) -> float:
-    """Return the median of the values that are not NaN; NaN if there are none."""
+    """Return the median of the numbers among the values. It is NaN if all are NaN."""
     return median(values[~np.isnan(values)])
 
 
 def quantile(values: npt.ArrayLike, share: float) -> float:
     """Return the value below which this share of all values lies, interpolated linearly.
 
-    NaN if one of the values is NaN, or if there are none.
+    It is NaN without values, and if any of them is NaN.
     """
     return quantiles(values, (share,))[0]
 
@@ -48,7 +48,7 @@ def quantiles(values: npt.ArrayLike, shares: Collection[float]) -> list[float]:
 
 
 def column_medians(values: Floats) -> Floats:
-    """Return the median of each column without NaN; NaN if it has no other value."""
+    """Return the median of the numbers in each column. It is NaN if all are NaN."""
     if not len(values):
         return np.full(values.shape[1], np.nan)
     ordered = np.sort(values, axis=0)  # NaN last

@@ -275,9 +275,7 @@ class Step(Resource):
     overlapped_seconds: float = 0.0  # communication in flight while the host was not blocked in it
     samples: int | None = None  # sum over the replicas; null: not counted
     tokens: int | None = None
-    skipped: int = (
-        0  # steps before it of less than 40 ms that were not analyzed: it stands for them
-    )
+    skipped: int = 0  # short steps before it that were not analyzed, and for which it stands
     # lost time, contained in the times above; null: not known
     straggler_seconds: float | None = None
     imbalance_seconds: float | None = None

@@ -9,7 +9,8 @@ count like the next analyzed one.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
+
+from paceline_server.medians import median
 
 ANALYZED_SECONDS = 0.04  # the analysis of a step of two ranks takes about 0.008 s
 LONG_SECONDS = 0.25

@@ -81,8 +81,10 @@ class DataPosition:
         These are `SystemExit`, `KeyboardInterrupt` and asyncio's `CancelledError`. Nothing that is
         watched is called, so that only the exception shows it, which is one of the newest objects.
         """
+        if self.is_left_by_exit is not None:
+            return
         kinds = {type(each) for young in (0, 1) for each in gc.get_objects(generation=young)}
-        if self.is_left_by_exit is None and any(
+        if any(
             issubclass(kind, BaseException) and not issubclass(kind, Exception | GeneratorExit)
             for kind in kinds
         ):
