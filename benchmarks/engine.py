@@ -1,7 +1,8 @@
 """Spans per CPU second through the engine: step model, all detectors, ledger.
 
 A healthy run of the simulated job, with one batch per node and step and a tick per step, at the
-demo's size and with 64 ranks. With 1,024 ranks only the step model, from encoded batches.
+demo's size and with 64 ranks. With 1,024 ranks only the step model, from encoded batches. Two ranks
+with short steps have a tick each quarter of a second; the baseline analyzes all of their steps.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from time import process_time_ns
+from unittest.mock import patch
 
 from benchmarks.fleet.nodes import RANKS_PER_NODE, Node, Rank
 from benchmarks.fleet.steps import PlayedJob
 from benchmarks.harness import Result
 from paceline_server.engine.engine import Engine
+from paceline_server.steps import sampling
 from paceline_server.steps.model import StepModel
 from paceline_wire.batch import RankDefined, decode, encode
 from paceline_wire.topology import Topology
@@ -28,6 +31,8 @@ STEPS = 40
 REPEATS = 5
 # The demo has about 1,000 spans per step of 0.6 s: at this rate they take 2% of a core.
 GOAL = 100_000
+SHORT_STEPS = 2000
+TICK_NS = 250_000_000
 LARGE = Topology(32, 4, 8)
 LARGE_STEPS = 6
 LARGE_GOAL = 1_000_000
@@ -43,6 +48,11 @@ def measure() -> Iterator[Result]:
             goal=GOAL,
             more_is_better=True,
         )
+    with patch.object(sampling, "ANALYZED_SECONDS", 0.0):
+        baseline = _share_of_a_core()
+    yield Result(
+        "engine, short steps (2 ranks)", _share_of_a_core(), "CPU s per s of training", baseline
+    )
     yield Result(
         f"decode and step model ({LARGE.world_size} ranks)",
         median(_large_rates()),
@@ -94,3 +104,23 @@ def _rate(topology: Topology, seed: int) -> float:
             engine.feed(batch, now_ns)
         engine.tick(now_ns)
     return spans / (process_time_ns() - started) * 1e9
+
+
+def _share_of_a_core() -> float:
+    """Return the CPU time per time of a training of two ranks with steps of a few milliseconds."""
+    job = SimulatedJob(
+        Topology(2, 1, 1), microbatches=1, forward_seconds=0.001, backward_seconds=0.002
+    )
+    job.host_factor = 0.5
+    began_ns = ticked_ns = job.now_ns
+    used_ns = 0
+    for _ in range(SHORT_STEPS):
+        batches = list(job.batches(job.play()))
+        started = process_time_ns()
+        for batch in batches:
+            job.engine.feed(batch, job.now_ns)
+        if job.now_ns - ticked_ns >= TICK_NS:
+            ticked_ns = job.now_ns
+            job.engine.tick(ticked_ns)
+        used_ns += process_time_ns() - started
+    return used_ns / (job.now_ns - began_ns)
