@@ -1,8 +1,9 @@
 """Findings about levels that rose: reported, followed, updated, and cleared when the rise is over.
 
 The straggler and the slow link detector share it: both watch levels (`statistics.peer_levels`) and
-report the rises in them, once they have lasted for `LEAST_SECONDS`. A rise that comes and goes
-stays reported between its spells.
+report the rises in them, once they have lasted for `LEAST_SECONDS`. Their end is reported as long
+after it: a few short steps, in which the others are slow too, are no end. A rise that comes and
+goes stays reported between its spells.
 """
 
 from __future__ import annotations
@@ -46,8 +47,22 @@ class ReportedRise:
         seconds = observation.training_seconds(self.onset_ns, now_ns)
         return self.is_reported or seconds >= LEAST_SECONDS
 
+    def resume(self, earlier: ReportedRise) -> None:
+        """Be the same rise as an earlier one, which was interrupted."""
+        self.onset_ns, self.cost = earlier.onset_ns, earlier.cost
+        self.finding = msgspec.structs.replace(self.finding, onset_step=earlier.finding.onset_step)
+
 
 Reported = TypeVar("Reported", bound=ReportedRise)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending(Generic[Reported]):
+    """A reported rise that has just ended."""
+
+    reported: Reported
+    step: int
+    ended_ns: int
 
 
 class RiseReports(ABC, Generic[Reported]):
@@ -57,6 +72,7 @@ class RiseReports(ABC, Generic[Reported]):
 
     def __init__(self) -> None:
         self.reported: dict[str, Reported] = {}
+        self._ending: dict[str, _Ending[Reported]] = {}  # the end may be chance
         self._spells: dict[str, Spells] = {}
         self._resting: dict[str, Reported] = {}  # those between two spells
 
@@ -91,6 +107,9 @@ class RiseReports(ABC, Generic[Reported]):
     def report(self, reported: Reported, observation: Observation) -> Finding:
         if reported.is_reported and not self.is_alike(reported, self.slowdown(reported)):
             reported.cost.restart()
+        ending = self._ending.pop(reported.finding.fingerprint, None)
+        if ending is not None:
+            reported.resume(ending.reported)
         reported.finding = self._described(reported, observation)
         self._resting.pop(reported.finding.fingerprint, None)
         return reported.finding
@@ -102,7 +121,8 @@ class RiseReports(ABC, Generic[Reported]):
             for reported in list(self.reported.values())
             for finding in self._follow(reported, step, ended_ns, observation)
         ]
-        return findings + self._clear_resting(step, observation)
+        ended = self._report_ends(ended_ns, observation)
+        return findings + ended + self._clear_resting(step, observation)
 
     def _described(self, reported: Reported, observation: Observation) -> Finding:
         finding = self.describe(reported, observation)
@@ -131,6 +151,17 @@ class RiseReports(ABC, Generic[Reported]):
         )
         return reported.finding
 
+    def _report_ends(self, now_ns: int, observation: Observation) -> list[Finding]:
+        """Return the findings whose end has lasted; a new rise of the same decides first."""
+        lasted = [
+            key
+            for key, end in self._ending.items()
+            if key not in self.reported
+            and observation.training_seconds(end.ended_ns, now_ns) >= LEAST_SECONDS
+        ]
+        ends = [self._ending.pop(key) for key in lasted]
+        return [self._end(end.reported, end.step, observation) for end in ends]
+
     def _clear_resting(self, step: int, observation: Observation) -> list[Finding]:
         """Return the findings that are over, because the next spell has not come."""
         over = [key for key in self._resting if step >= self._spells[key].over_at]
@@ -148,9 +179,9 @@ class RiseReports(ABC, Generic[Reported]):
         course = reported.levels.follow(reported.rise)
         if course == "over":
             del self.reported[before.fingerprint]
-            if not reported.is_reported:
-                return []
-            return [self._end(reported, step, observation)]
+            if reported.is_reported:
+                self._ending[before.fingerprint] = _Ending(reported, step, ended_ns)
+            return []
         if not reported.is_reported:
             if not (
                 reported.lasts(ended_ns, observation) and reported.levels.agrees(reported.rise)

@@ -96,7 +96,7 @@ def test_deepspeed(run_ranks: Run) -> None:
 def test_of_several_deepspeed_engines_one_is_counted(run_ranks: Run) -> None:
     """8 steps of an actor, which the critic joins in each second one; then 3 of another critic."""
     for rank in run_ranks("deepspeed_two_ranks.py", "deepspeed", DS_ACCELERATOR="cpu"):
-        assert rank.steps == [*range(9), 0, 1, 2]  # a ninth had begun
+        assert rank.steps == list(range(12))  # a ninth of the actor had begun
         assert rank.is_communicating()
 
 

@@ -200,10 +200,10 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         if self._host.pushed or load.host_seconds.any():
             self._host.push(load.with_host())
         self._since_first.add(typical)
+        # What is reported of all steps is left out, so that its end is no rise of the others.
+        expected = load.self_seconds * np.exp(self._levels.explained - load.total)
         for blocks in self._blocks:
-            blocks.add(
-                load.self_seconds + load.host_seconds, load.self_seconds * np.exp(-load.total)
-            )
+            blocks.add(load.self_seconds + load.host_seconds, expected)
         self._recent.add(timing, load)
 
     # New stragglers
