@@ -48,7 +48,7 @@ class ReportedRise:
         return self.is_reported or seconds >= LEAST_SECONDS
 
     def resume(self, earlier: ReportedRise) -> None:
-        """Be the same rise as an earlier one, which was interrupted."""
+        """Continue an earlier rise, which was interrupted."""
         self.onset_ns, self.cost = earlier.onset_ns, earlier.cost
         self.finding = msgspec.structs.replace(self.finding, onset_step=earlier.finding.onset_step)
 

@@ -200,7 +200,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         if self._host.pushed or load.host_seconds.any():
             self._host.push(load.with_host())
         self._since_first.add(typical)
-        # What is reported of all steps is left out, so that its end is no rise of the others.
+        # Slowness that is reported of all steps is left out: its end is no rise of the others.
         expected = load.self_seconds * np.exp(self._levels.explained - load.total)
         for blocks in self._blocks:
             blocks.add(load.self_seconds + load.host_seconds, expected)
