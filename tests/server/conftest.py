@@ -72,18 +72,42 @@ def postgresql() -> Iterator[str]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a SQLite file with the newest schema, to be copied: migrating takes far longer."""
+    path = tmp_path_factory.mktemp("sqlite") / "migrated.db"
+    _migrate(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def migrated_postgresql(postgresql: str) -> str:
+    """Return the name of a database with the newest schema, a template for others."""
+    execute(postgresql, "CREATE DATABASE migrated")
+    _migrate(postgresql.replace("/postgres?", "/migrated?"))
+    return "migrated"
+
+
 _numbers = itertools.count()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the URL of a new database."""
+    """Return the URL of a new database with the newest schema."""
     if request.param == "sqlite":
+        shutil.copyfile(request.getfixturevalue("migrated_sqlite"), tmp_path / "test.db")
         return f"sqlite:///{tmp_path}/test.db"
-    uri: str = request.getfixturevalue("postgresql")
+    template = request.getfixturevalue("migrated_postgresql")
     name = f"test_{os.getpid()}_{next(_numbers)}"
-    execute(uri, f"CREATE DATABASE {name}")
+    uri: str = request.getfixturevalue("postgresql")
+    execute(uri, f"CREATE DATABASE {name} TEMPLATE {template}")
     return uri.replace("/postgres?", f"/{name}?")
+
+
+def _migrate(url: str) -> None:
+    database = Database(Settings(database_url=url).database_url)
+    database.migrate()
+    database.close()
 
 
 def execute(uri: str, statement: str) -> None:

@@ -37,6 +37,7 @@ class ReportedRise:
     onset_ns: int
     finding: Finding
     cost: MeasuredCost = field(default_factory=MeasuredCost, kw_only=True)
+    measured_step: int = field(default=0, kw_only=True)  # in which its size was measured again
 
     @property
     def is_reported(self) -> bool:
@@ -196,8 +197,10 @@ class RiseReports(ABC, Generic[Reported]):
             return []  # the newest steps are as fast as before; `levels` decide whether it is over
         if course == "milder":
             return [self.report(reported, observation)]
-        is_due = step - (before.step or step) >= STEPS_BETWEEN_UPDATES
+        known_step = max(before.step or step, reported.measured_step)
+        is_due = step - known_step >= STEPS_BETWEEN_UPDATES
         if is_due:
+            reported.measured_step = step
             self.measure_again(reported)
             slowdown = self.slowdown(reported)
         elif before.cause != UNKNOWN or step == before.step:
@@ -209,7 +212,7 @@ class RiseReports(ABC, Generic[Reported]):
         ):
             return [self.report(reported, observation)]
         # The replay costs more than the rest of a step, so that it is not used in each.
-        if is_due and step % STEPS_BETWEEN_UPDATES == 0 and diagnosis.cause == before.cause:
+        if is_due and diagnosis.cause == before.cause:
             now = self._described(reported, observation)
             if reported.cost.is_notable(before):
                 reported.finding = now

@@ -119,13 +119,14 @@ def test_a_stall_is_cleared_when_it_does_not_recur():
     assert found[0].fingerprint == found[1].fingerprint
 
 
-def test_similar_stalls_are_reported_until_they_are_usual():
-    run = watched(DEMO, 9, noise=Noise(outliers=0.0))
+@pytest.mark.parametrize("apart", [55, 300])
+def test_similar_stalls_are_reported_until_they_are_usual(apart):
+    run = TimedRun(DEMO, 9, noise=Noise(outliers=0.0)).watch(TransientStallDetector)
     run.advance(40)
     notes = []
     for rank in (5, 2, 5, 3):
         run.stalled = {rank: 0.5 * STEP_SECONDS}
         run.advance(1)
         run.stalled = {}
-        notes += [one.rank for one in run.advance(55) if not one.cleared]
+        notes += [one.rank for one in run.advance(apart) if not one.cleared]
     assert notes == [5, 2, 5]

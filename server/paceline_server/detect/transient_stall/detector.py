@@ -39,8 +39,8 @@ Floats = npt.NDArray[np.float64]
 
 PAST_STEPS = 32  # steps from which a rank's usual level is taken
 WORST_STEPS = 512  # number of steps whose worst stall is remembered
-# Steps within which this many reported stalls of a size make such stalls usual for the job.
-REPORTED_STEPS = 256
+# Time within which this many reported stalls of a size make such stalls usual for the job.
+REPORTED_NS = 3_600_000_000_000
 USUAL_REPORTS = 3
 _LONG_STALL_ADVICE = (
     "If the script evaluates or saves there on this rank alone, the others wait for it: share that "
@@ -81,9 +81,8 @@ class TransientStallDetector(Detector):
         self._worst: deque[float] = deque(maxlen=WORST_STEPS)  # excess share of each step
         self._stalls: dict[int, _Stall] = {}
         self._reported: dict[int, Finding] = {}  # newest by rank
-        self._reported_shares: deque[tuple[int, float]] = deque(
-            maxlen=REPORTED_STEPS
-        )  # (step, share)
+        # of the newest reports: (when, share of a step)
+        self._reported_shares: deque[tuple[int, float]] = deque(maxlen=WORST_STEPS)
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
@@ -116,7 +115,7 @@ class TransientStallDetector(Detector):
     ) -> set[int]:
         """Begin or continue stalls; return the ranks that stall in this step."""
         settings = self.settings
-        worst = max(max(self._worst, default=np.inf), self._usual_share(timing.step))
+        worst = max(max(self._worst, default=np.inf), self._usual_share(_start_ns(timing)))
         least = max(settings.share, settings.over_worst * worst)
         is_stall = (share >= least) & (excess >= settings.least_seconds)
         stalled = set(np.flatnonzero(is_stall).tolist())
@@ -135,11 +134,9 @@ class TransientStallDetector(Detector):
         self._worst.append(float(np.delete(share, list(stalled)).max(initial=0.0)))
         return stalled
 
-    def _usual_share(self, step: int) -> float:
+    def _usual_share(self, now_ns: int) -> float:
         """Return the share of a step that `USUAL_REPORTS` of the recent stalls reached."""
-        shares = sorted(
-            share for reported, share in self._reported_shares if step - reported < REPORTED_STEPS
-        )
+        shares = sorted(share for at, share in self._reported_shares if now_ns - at < REPORTED_NS)
         return shares[-USUAL_REPORTS] if len(shares) >= USUAL_REPORTS else 0.0
 
     def _report_finished(
@@ -159,7 +156,7 @@ class TransientStallDetector(Detector):
             ):
                 self._reported[rank] = self._finding(rank, stall, step, observation)
                 findings.append(self._reported[rank])
-                self._reported_shares.append((step, stall.share))
+                self._reported_shares.append((_start_ns(timing), stall.share))
         return findings
 
     def _may_be_an_accident(self, stall: _Stall, observation: Observation) -> bool:
