@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.catalog import CAUSES, GPU_XID, UNKNOWN
+from paceline_server.detect.causes.checks.cpu import waits_longer
 from paceline_server.detect.causes.registry import CHECKS, SYMPTOMS
 from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import WeighedEvidence, combine
@@ -93,6 +94,8 @@ def diagnose(
             peer, other_node, onset_ns, onset_step, observation, generation, kind, slowdown
         )
         diagnosis = _likelier_end(diagnosis, _diagnosis_of(other, _run_checks(other)))
+    if diagnosis.cause == UNKNOWN:
+        diagnosis.evidence += filter(None, (waits_longer(suspect),))
     diagnosis.counter_evidence += _not_measured_evidence(diagnosis, suspect)
     return diagnosis
 

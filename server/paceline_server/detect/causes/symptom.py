@@ -316,12 +316,24 @@ def rise_of_cpu_time(suspect: Suspect) -> float | None:
 
 def _rise(suspect: Suspect, device: MeasuredDevice) -> float | None:
     """Return the CPU time per second since the onset, as a ratio to the past if there is one."""
-    used = _cpu_time(suspect, device)
-    now = None if used is None else used.now(suspect.onset_ns)
-    if used is None or not now or suspect.is_chronic:
+    now, before = _cpu_use(suspect, device)
+    if not now or suspect.is_chronic:
         return now or None
-    usual = _while_it_trained(suspect, used).typical()
-    return now / usual if usual else None
+    return now / before if before else None
+
+
+def cpu_use(suspect: Suspect) -> tuple[float | None, float | None]:
+    """Return the CPU time per second of a suspect rank since the onset, and before it."""
+    (device,) = suspect.devices(Scope.RANK, metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL)
+    return _cpu_use(suspect, device)
+
+
+def _cpu_use(suspect: Suspect, device: MeasuredDevice) -> tuple[float | None, float | None]:
+    used = _cpu_time(suspect, device)
+    if used is None:
+        return None, None
+    before = None if suspect.is_chronic else _while_it_trained(suspect, used).typical()
+    return used.now(suspect.onset_ns), before
 
 
 def _cpu_time(suspect: Suspect, rank: MeasuredDevice) -> MetricTimeline | None:

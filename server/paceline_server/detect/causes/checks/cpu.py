@@ -11,6 +11,7 @@ from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import (
     Symptom,
     WeighedEvidence,
+    cpu_use,
     rise_of_cpu_time,
     stalled,
     weigh_symptoms,
@@ -87,4 +88,24 @@ def _computes_more(suspect: Suspect) -> Evidence | None:
         metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL,
         rise,
         1.0,
+    )
+
+
+def waits_longer(suspect: Suspect) -> Evidence | None:
+    """Return the evidence that a slow rank waits in the added time, if it does.
+
+    Waits for its peers become shorter, so a rank that computes more uses a CPU for a larger share
+    of the time. One that sleeps or waits for a lock, a queue or a device uses it for a smaller one.
+    """
+    if suspect.rank is None or suspect.kind != "straggler" or (suspect.slowdown or 1.0) <= 1.0:
+        return None
+    now, before = cpu_use(suspect)
+    if now is None or not before or before < now * (suspect.slowdown or 1.0) ** _OWN_SHARE:
+        return None
+    return Evidence(
+        f"rank {suspect.rank} uses {now:.2g} CPUs since it became slow, {before:.2g} before: it "
+        "does not compute more, but waits, such as in a sleep or for a lock, a queue or a device",
+        metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL,
+        now,
+        before,
     )
