@@ -188,3 +188,23 @@ def test_rises_of_both_of_two_do_not_enlarge_each_other_without_limit(seed, kind
         largest = max([largest, *(rise.size for rise in rises)])
     assert len(rises) < 2
     assert largest < 2.5
+
+
+@pytest.mark.parametrize("before", [5, 6, 8])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rise_after_few_steps_has_its_whole_size(ranks, before):
+    """Two steps are not known, and a rise is found once more steps show it than do not."""
+    chance = np.random.default_rng(before)
+    found = PeerLevels(ranks, smallest=0.05, false_alarms=1e-6, resolution=0.004)
+    for step in range(20):
+        row = chance.normal(0.0, 0.001, ranks)
+        row[1] += 0.5 * (step >= before)
+        found.push(row if step >= 2 else np.full(ranks, np.nan))
+        shifts = found.rises()
+        if shifts:
+            break
+    rise = found.begin((1,), shifts[0].steps)
+    assert (shifts[0].series, rise.since) == (1, before)
+    assert rise.size == pytest.approx(0.5, abs=0.01)
+    found.correct(rise)
+    assert rise.size == pytest.approx(0.5, abs=0.01)

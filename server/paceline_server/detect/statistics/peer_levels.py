@@ -266,6 +266,11 @@ class PeerLevels:
 
     def begin(self, series: tuple[int, ...], steps: int) -> Rise:
         """Explain a rise of the series in the newest `steps`; return it."""
+        known = len(self._levels)
+        if steps < known and 2 * steps >= min(known, USUAL_STEPS):
+            # It has become a part of the usual levels, which would make it smaller.
+            self._renew_usual(without=steps)
+            self._monitor.replace(self._newest_own(known))
         sizes, _ = self._monitor.shift_at(series, steps)
         return self.assume(series, steps, known_median(sizes))
 
@@ -383,13 +388,20 @@ class PeerLevels:
         for explained in list(self._explained)[-steps:]:
             explained[list(series)] += size
         self._renew_usual()
-        newest = zip(list(self._levels)[-steps:], list(self._explained)[-steps:], strict=True)
-        self._monitor.replace(np.array([self._own(level - known) for level, known in newest]))
+        self._monitor.replace(self._newest_own(steps))
 
-    def _renew_usual(self) -> None:
-        """Update how much each series usually differs from the typical one."""
-        levels = np.array(list(self._levels)[-USUAL_STEPS:])
-        levels = levels - np.array(list(self._explained)[-USUAL_STEPS:])
+    def _newest_own(self, steps: int) -> Floats:
+        newest = zip(list(self._levels)[-steps:], list(self._explained)[-steps:], strict=True)
+        return np.array([self._own(level - known) for level, known in newest])
+
+    def _renew_usual(self, without: int = 0) -> None:
+        """Update how much each series usually differs from the typical one.
+
+        `without`: number of newest steps that do not count.
+        """
+        end = len(self._levels) - without
+        steps = slice(max(end - USUAL_STEPS, 0), end)
+        levels = np.array(list(self._levels)[steps]) - np.array(list(self._explained)[steps])
         self._usual = np.nan_to_num(column_medians(levels - column_medians(levels.T)[:, None]))
 
     def _own(self, levels: Floats) -> Floats:
