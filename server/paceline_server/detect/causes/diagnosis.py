@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.catalog import CAUSES, GPU_XID, UNKNOWN
-from paceline_server.detect.causes.checks.cpu import waits_longer
+from paceline_server.detect.causes.checks.cpu import added_time
 from paceline_server.detect.causes.registry import CHECKS, SYMPTOMS
 from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import WeighedEvidence, combine
@@ -95,9 +95,15 @@ def diagnose(
         )
         diagnosis = _likelier_end(diagnosis, _diagnosis_of(other, _run_checks(other)))
     if diagnosis.cause == UNKNOWN:
-        diagnosis.evidence += filter(None, (waits_longer(suspect),))
+        found = added_time(suspect)
+        if found is not None and found.metric not in _metrics(diagnosis.counter_evidence):
+            diagnosis.evidence.append(found)
     diagnosis.counter_evidence += _not_measured_evidence(diagnosis, suspect)
     return diagnosis
+
+
+def _metrics(lines: Iterable[Evidence]) -> set[str | None]:
+    return {line.metric for line in lines}
 
 
 def _not_measured_evidence(diagnosis: Diagnosis, suspect: Suspect) -> list[Evidence]:

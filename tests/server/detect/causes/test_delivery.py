@@ -166,20 +166,25 @@ def test_a_rank_that_needs_more_cpu_time_per_step_computes_more(own, cause, onse
     assert ("it computes more" in text) == (cause == UNKNOWN)
 
 
-@pytest.mark.parametrize("own", [0.33, 0.75])
-def test_a_slow_rank_that_uses_a_cpu_for_less_time_waits_for_something(own):
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        (0.33, "0.33 CPUs since it became slow, 0.6 before: it does not compute more, but waits"),
+        (0.75, "rank 0 needs 2.27x the CPU time for a step, compared with its peers: it computes"),
+        (0.45, ""),
+    ],
+)
+def test_a_slow_rank_of_unknown_cause_waits_or_computes(own, text):
     """Each rank computed for 0.6 s of each second, until steps took 1.8x as long."""
     fleet = Fleet(seed=8, nodes=1, gpus=3)
     for rank, later in (("0", own), ("1", 0.33), ("2", 0.33)):
         metric = "paceline_rank_process_cpu_seconds_total"
         fleet.fault("node-0", metric, rank, lambda at, _, later=later: later if at >= 0 else 0.6)
     fleet.play(90)
-    found = fleet.diagnose(rank=0, slowdown=1.8)
+    found = fleet.diagnose(rank=0, slowdown=2.25)
     assert found.cause == UNKNOWN
-    text = " ".join(line.text for line in found.evidence)
-    assert ("0.33 CPUs since it became slow, 0.6 before: it does not compute more" in text) == (
-        own == 0.33
-    )
+    shown = " ".join(line.text for line in found.evidence if "CPU" in line.text)
+    assert text in shown if text else not shown
 
 
 def test_contention_is_shown_with_the_process_that_competes():

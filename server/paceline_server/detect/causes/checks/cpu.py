@@ -77,10 +77,8 @@ def _computes_more(suspect: Suspect) -> Evidence | None:
     Such a rank also waits more often for the CPUs of a busy node. One that only waits needs as much
     CPU time for a step as before.
     """
-    if suspect.rank is None or suspect.kind != "straggler" or (suspect.slowdown or 1.0) <= 1.0:
-        return None
-    rise = rise_of_cpu_time(suspect)
-    if rise is None or math.log(rise) < _OWN_SHARE * math.log(suspect.slowdown or 1.0):
+    rise = _rise_of_work(suspect)
+    if rise is None:
         return None
     return Evidence(
         f"rank {suspect.rank} needs {rise:.2f}x the CPU time for a step, compared with its peers: "
@@ -91,21 +89,47 @@ def _computes_more(suspect: Suspect) -> Evidence | None:
     )
 
 
-def waits_longer(suspect: Suspect) -> Evidence | None:
-    """Return the evidence that a slow rank waits in the added time, if it does.
+def _rise_of_work(suspect: Suspect) -> float | None:
+    """Return how much more CPU time a step needs; None if that does not explain the slowdown."""
+    if not _is_slow_rank(suspect):
+        return None
+    rise = rise_of_cpu_time(suspect)
+    if rise is None or math.log(rise) < _OWN_SHARE * math.log(suspect.slowdown or 1.0):
+        return None
+    return rise
+
+
+def _is_slow_rank(suspect: Suspect) -> bool:
+    return (
+        suspect.rank is not None and suspect.kind == "straggler" and (suspect.slowdown or 1.0) > 1.0
+    )
+
+
+def added_time(suspect: Suspect) -> Evidence | None:
+    """Return whether a slow rank computes or waits in the added time; None if it is not clear.
 
     Waits for its peers become shorter, so a rank that computes more uses a CPU for a larger share
     of the time. One that sleeps or waits for a lock, a queue or a device uses it for a smaller one.
     """
-    if suspect.rank is None or suspect.kind != "straggler" or (suspect.slowdown or 1.0) <= 1.0:
+    if not _is_slow_rank(suspect):
         return None
+    metric = metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL
+    rise = _rise_of_work(suspect)
+    if rise is not None:
+        return Evidence(
+            f"rank {suspect.rank} needs {rise:.2f}x the CPU time for a step, compared with its "
+            "peers: it computes more, in its main thread or in another one",
+            metric,
+            rise,
+            1.0,
+        )
     now, before = cpu_use(suspect)
     if now is None or not before or before < now * (suspect.slowdown or 1.0) ** _OWN_SHARE:
         return None
     return Evidence(
         f"rank {suspect.rank} uses {now:.2g} CPUs since it became slow, {before:.2g} before: it "
         "does not compute more, but waits, such as in a sleep or for a lock, a queue or a device",
-        metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL,
+        metric,
         now,
         before,
     )
