@@ -94,6 +94,19 @@ def test_a_stall_that_lasts_is_only_a_straggler():
     assert subjects(run.advance(30)) == [("straggler", 2, "node-1")]  # the stall is cleared
 
 
+def test_a_stall_after_which_the_rank_stays_slow_is_only_a_straggler():
+    run = watched(DEMO, 4)
+    run.advance(40)
+    run.slow = {0: 3.0, 3: 3.0, 5: 3.0}  # what several ranks show is usual from then on
+    run.advance(1)
+    run.slow = {}
+    run.advance(8)
+    run.slow = {2: 12.0}
+    run.advance(1)
+    run.slow = {2: 2.5}
+    assert subjects(run.advance(20)) == [("straggler", 2, "node-1")]
+
+
 def test_stalls_that_a_job_has_all_the_time_are_not_reported():
     run = watched(DEMO, 6, noise=Noise(outliers=0.02))
     assert len(run.advance(200)) <= 2

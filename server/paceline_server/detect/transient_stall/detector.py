@@ -42,6 +42,7 @@ WORST_STEPS = 512  # number of steps whose worst stall is remembered
 # Time within which this many reported stalls of a size make such stalls usual for the job.
 REPORTED_NS = 3_600_000_000_000
 USUAL_REPORTS = 3
+_STILL_SLOW = math.log(2.0)  # a rank that takes so much longer than usual is not as fast as before
 _LONG_STALL_ADVICE = (
     "If the script evaluates or saves there on this rank alone, the others wait for it: share that "
     "work among all ranks, or do it less often."
@@ -123,7 +124,9 @@ class TransientStallDetector(Detector):
             stalled = set()  # caused by the host, network or file system that they share
         # A stall of another rank, or a longer step, raises the threshold but does not end this one.
         stalled |= {
-            rank for rank, one in self._stalls.items() if rise[rank] >= math.log(one.slowdown) / 2.0
+            rank
+            for rank, one in self._stalls.items()
+            if rise[rank] >= min(math.log(one.slowdown) / 2.0, _STILL_SLOW)
         }
         for rank in stalled:
             stall = self._stalls.setdefault(rank, _Stall(timing.step, _start_ns(timing)))
