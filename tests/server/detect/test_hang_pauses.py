@@ -192,3 +192,34 @@ def test_a_rank_that_works_while_another_fails_by_itself_is_not_hung(working: St
     working.job.exit(5, exit_code=1, log_tail="ValueError: no such token")
     [failure] = wait(working, 5, 0.1)
     assert (failure.kind, failure.rank, failure.follows) == ("failure", 5, None)
+
+
+def fail(stuck: StuckJob) -> None:
+    stuck.states[CULPRIT] = stuck.job.state(CULPRIT, head=9_000_000, status="failed")
+
+
+def test_a_pause_that_ctrl_c_ends_has_lasted_to_the_end(working: StuckJob) -> None:
+    wait(working, 3, 0.1)
+    fail(working)
+    assert wait(working, 1, 0.9) == []
+    for rank in range(working.job.topology.world_size):
+        working.job.exit(rank, exit_code=1, log_tail="KeyboardInterrupt")
+    [failure] = wait(working, 5, 0.1)
+    assert (failure.kind, failure.cause) == ("failure", "stopped on request")
+
+
+def test_a_pause_that_an_error_of_the_rank_ends_is_over(working: StuckJob) -> None:
+    wait(working, 3, 0.1)
+    fail(working)
+    assert wait(working, 1, 0.1) == []
+    working.job.exit(CULPRIT, exit_code=1, log_tail="ValueError: no such token")
+    found = {one.kind: one for one in wait(working, 5, 0.1)}
+    assert (found["failure"].rank, found["failure"].follows) == (CULPRIT, None)
+    assert found["hang"].cleared
+
+
+def test_a_rank_that_hangs_after_its_error_is_reported_for_that(working: StuckJob) -> None:
+    wait(working, 3, 0.1)
+    fail(working)
+    pause, hang = wait(working, 40, 0.1)
+    assert (pause.cleared, hang.cleared, hang.rank) == (True, False, CULPRIT)

@@ -15,6 +15,7 @@ Flight Recorder dumps of all ranks. It reports the hang again when they arrive.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -75,6 +76,7 @@ from paceline_wire.stacks import StackFrame
 
 MAX_RANKS_FOR_DUMPS = 512  # reading a dump takes some milliseconds of the job's worker
 DUMP_TIMEOUT_NS = 4_000_000_000  # PyTorch polls for the request once a second, then writes
+_LONGEST_END_SECONDS = 5.0  # from the error that leaves the loop to the exit of its process
 _MAX_STACKS = 8  # ranks whose stacks are read
 _MAX_RANKS_TIMED = 8  # the usual duration of an operation is similar on all ranks of a group
 
@@ -138,8 +140,11 @@ class HangDetector(Detector):
             return []
         ranks = self._expected_ranks(observation)
         if ranks is None:
-            return self._escalate_after_timeout(observation)
+            return self._clear_on_error(observation) or self._escalate_after_timeout(observation)
         if self._active is not None:
+            ending = self._ending_seconds(self._active, ranks, observation)
+            if ending is not None and ending < _LONGEST_END_SECONDS:
+                return []
             return (
                 self._clear_on_progress(ranks, observation)
                 or self._escalate_late_start(ranks, observation)
@@ -645,10 +650,8 @@ class HangDetector(Detector):
         """
         active = self._active
         assert active is not None
-        if all(
-            live.surely_frozen_seconds > 0
-            or (live.status == "failed" and live.rank not in active.ranks)
-            for live in ranks.live
+        if self._ending_seconds(active, ranks, observation) is None and all(
+            live.surely_frozen_seconds > 0 or live.status == "failed" for live in ranks.live
         ):
             return []
         # The script may pause by design, again and again.
@@ -657,6 +660,39 @@ class HangDetector(Detector):
             self._pauses[culprits] = max(self._pauses.get(culprits, 0.0), seconds)
         self._active = self._late = self._frame = None
         return [cleared(active, RESUMED, observation.now_ns)]
+
+    def _ending_seconds(
+        self, active: Finding, ranks: _ExpectedRanks, observation: Observation
+    ) -> float | None:
+        """Return how long ago a culprit left its loop by an error, such as Ctrl-C; None if none
+        has since the report. How its process ends is known soon."""
+        reported_seconds = (observation.now_ns - self._detected_ns) / 1e9
+        ending = [
+            live.surely_frozen_seconds
+            for live in ranks.live
+            if live.status == "failed"
+            and live.rank in active.ranks
+            and live.surely_frozen_seconds < reported_seconds
+        ]
+        return max(ending, default=None)
+
+    def _clear_on_error(self, observation: Observation) -> list[Finding]:
+        """Clear the finding if an error of a culprit's own has ended it, which is reported then."""
+        active = self._active
+        if active is None or not any(_raised_by_itself(rank, observation) for rank in active.ranks):
+            return []
+        self._active = self._late = self._frame = None
+        return [cleared(active, RESUMED, observation.now_ns)]
+
+
+def _raised_by_itself(rank: int, observation: Observation) -> bool:
+    """Return whether a rank ended with an error, and not because a person stopped the job."""
+    event, live = observation.exited.get(rank), observation.ranks.get(rank)
+    if event is None or not event.exit_code or live is None or live.status != "failed":
+        return False
+    is_requested = event.commanded or event.drained or event.launcher_signal is not None
+    is_interrupt = KeyboardInterrupt.__name__ in event.log_tail
+    return not is_requested and not is_interrupt and event.exit_code != 128 + signal.SIGINT
 
 
 def _duration(seconds: float) -> Evidence:
