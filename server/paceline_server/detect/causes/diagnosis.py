@@ -95,15 +95,11 @@ def diagnose(
         )
         diagnosis = _likelier_end(diagnosis, _diagnosis_of(other, _run_checks(other)))
     if diagnosis.cause == UNKNOWN:
-        found = added_time(suspect)
-        if found is not None and found.metric not in _metrics(diagnosis.counter_evidence):
+        found, known = added_time(suspect), {line.metric for line in diagnosis.counter_evidence}
+        if found is not None and found.metric not in known:
             diagnosis.evidence.append(found)
     diagnosis.counter_evidence += _not_measured_evidence(diagnosis, suspect)
     return diagnosis
-
-
-def _metrics(lines: Iterable[Evidence]) -> set[str | None]:
-    return {line.metric for line in lines}
 
 
 def _not_measured_evidence(diagnosis: Diagnosis, suspect: Suspect) -> list[Evidence]:

@@ -61,7 +61,9 @@ def check(suspect: Suspect) -> list[WeighedEvidence]:
 
 def _checked(suspect: Suspect, contention: WeighedEvidence) -> WeighedEvidence:
     """Return it as ruled out if the rank computes more; else with what competes for the CPUs."""
-    against = _computes_more(suspect)
+    against = _computes_more(
+        suspect, f"and waits for CPUs do not explain {suspect.slowdown or 1.0:.2f}x"
+    )
     if against is not None:
         return replace(contention, weight=RULED_OUT, evidence=(against,))
     observation = suspect.observation
@@ -71,65 +73,52 @@ def _checked(suspect: Suspect, contention: WeighedEvidence) -> WeighedEvidence:
     return replace(contention, evidence=(*contention.evidence, *others))
 
 
-def _computes_more(suspect: Suspect) -> Evidence | None:
-    """Return the evidence that a slow rank computes more per step, if it does.
+def added_time(suspect: Suspect) -> Evidence | None:
+    """Return whether a slow rank computes or waits in the added time; None if it is not clear."""
+    return _computes_more(suspect, "in its main thread or in another one") or _waits_more(suspect)
+
+
+def _computes_more(suspect: Suspect, detail: str) -> Evidence | None:
+    """Return the evidence that a slow rank computes more per step, if that explains the slowdown.
 
     Such a rank also waits more often for the CPUs of a busy node. One that only waits needs as much
     CPU time for a step as before.
     """
-    rise = _rise_of_work(suspect)
-    if rise is None:
+    slowdown = _slowdown_of_rank(suspect)
+    rise = rise_of_cpu_time(suspect) if slowdown > 1.0 else None
+    if rise is None or math.log(rise) < _OWN_SHARE * math.log(slowdown):
         return None
     return Evidence(
         f"rank {suspect.rank} needs {rise:.2f}x the CPU time for a step, compared with its peers: "
-        f"it computes more, and waits for CPUs do not explain {suspect.slowdown:.2f}x",
+        f"it computes more, {detail}",
         metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL,
         rise,
         1.0,
     )
 
 
-def _rise_of_work(suspect: Suspect) -> float | None:
-    """Return how much more CPU time a step needs; None if that does not explain the slowdown."""
-    if not _is_slow_rank(suspect):
-        return None
-    rise = rise_of_cpu_time(suspect)
-    if rise is None or math.log(rise) < _OWN_SHARE * math.log(suspect.slowdown or 1.0):
-        return None
-    return rise
+def _waits_more(suspect: Suspect) -> Evidence | None:
+    """Return the evidence that a slow rank sleeps or waits in the added time, if it does.
 
-
-def _is_slow_rank(suspect: Suspect) -> bool:
-    return (
-        suspect.rank is not None and suspect.kind == "straggler" and (suspect.slowdown or 1.0) > 1.0
-    )
-
-
-def added_time(suspect: Suspect) -> Evidence | None:
-    """Return whether a slow rank computes or waits in the added time; None if it is not clear.
-
-    Waits for its peers become shorter, so a rank that computes more uses a CPU for a larger share
-    of the time. One that sleeps or waits for a lock, a queue or a device uses it for a smaller one.
+    Its waits for its peers become shorter: if it computed more, it would use a CPU for a larger
+    share of the time.
     """
-    if not _is_slow_rank(suspect):
+    slowdown = _slowdown_of_rank(suspect)
+    if slowdown <= 1.0:
         return None
-    metric = metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL
-    rise = _rise_of_work(suspect)
-    if rise is not None:
-        return Evidence(
-            f"rank {suspect.rank} needs {rise:.2f}x the CPU time for a step, compared with its "
-            "peers: it computes more, in its main thread or in another one",
-            metric,
-            rise,
-            1.0,
-        )
     now, before = cpu_use(suspect)
-    if now is None or not before or before < now * (suspect.slowdown or 1.0) ** _OWN_SHARE:
+    if now is None or not before or before < now * slowdown**_OWN_SHARE:
         return None
     return Evidence(
         f"rank {suspect.rank} uses {now:.2g} CPUs since it became slow, {before:.2g} before: it "
         "does not compute more, but waits, such as in a sleep or for a lock, a queue or a device",
-        metric,
+        metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL,
         now,
         before,
     )
+
+
+def _slowdown_of_rank(suspect: Suspect) -> float:
+    """Return how many times slower a straggler is; 1 for other suspects."""
+    is_rank = suspect.rank is not None and suspect.kind == "straggler"
+    return (suspect.slowdown or 1.0) if is_rank else 1.0
