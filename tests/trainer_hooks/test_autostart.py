@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import paceline_autostart
+from paceline_wire.ending import read_ending
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
 from tests import forked_python
@@ -134,6 +135,41 @@ if __name__ == "__main__":
     host = os.uname().nodename.partition(".")[0][:40]
     assert rings(ring) == [f"{host}-{port}.g0.r{rank}.ring" for rank in range(2)]
     assert RingReader(ring / rings(ring)[1]).view().status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "text"),
+    [
+        ("os.kill(os.getpid(), signal.SIGINT)", "KeyboardInterrupt"),
+        ("os.kill(os.getppid(), signal.SIGKILL)", "the process that spawned this rank has ended"),
+    ],
+    ids=["ctrl-c", "parent killed"],
+)
+def test_a_spawned_rank_that_is_interrupted_has_not_finished(
+    tmp_path: Path, interrupt: str, text: str
+) -> None:
+    """Torch has it exit with 0."""
+    script, ring = tmp_path / "train.py", tmp_path / "rings"
+    ring.mkdir()
+    script.write_text(
+        f"""
+import os, signal, time, torch
+def train(rank):
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    {interrupt}
+    time.sleep(100)
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train)
+"""
+    )
+    run(sys.executable, str(script), ring=ring, PACELINE_JOB="job")
+    assert RingReader(ring / "job.g0.r0.ring").view().status == "failed"
+    ending = read_ending(ring / "job.g0.r0.ring", os.getuid())
+    assert ending is not None
+    assert text in ending.error
 
 
 def test_a_process_without_a_process_group_is_recorded_from_its_first_optimizer_step(

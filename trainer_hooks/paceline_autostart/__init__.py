@@ -27,7 +27,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from paceline_autostart.exits import before_exit
+from paceline_autostart.exits import before_exit, before_interrupt
 from paceline_autostart.variable import OFF, ON, asked
 
 _WORLD_SIZE = 3  # position among the arguments of `init_process_group`
@@ -56,6 +56,7 @@ def _prepare(torch: Any) -> None:
     result.show_at_exit(lambda: _started_in == os.getpid())
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, or a process that it started
         before_exit(_report_early_error)
+    before_interrupt(sys.modules["torch.multiprocessing.spawn"], _report_interrupt)
     optimizer = sys.modules["torch.optim.optimizer"]
     optimizer.register_optimizer_step_pre_hook(_before_optimizer_step)
     if torch.distributed.is_available():
@@ -113,6 +114,18 @@ def _report_early_error() -> None:
         report_error(error)
     except Exception as problem:
         _warn("the error is not reported: %s", problem)
+
+
+def _report_interrupt(error: BaseException) -> None:
+    """Report what interrupts this rank, if it was started."""
+    if _started_in != os.getpid():
+        return
+    try:
+        from paceline.hooks import fail  # noqa: PLC0415
+
+        fail(error)
+    except Exception as problem:
+        _warn("the interrupt is not reported: %s", problem)
 
 
 def _nothing(*_: Any) -> None:

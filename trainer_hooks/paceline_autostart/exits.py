@@ -1,7 +1,8 @@
-"""The ends of a process: the usual one, and `os._exit` after an error.
+"""The ends of a process: the usual one, `os._exit` after an error, and Ctrl-C that torch handles.
 
 A script's own `sys.excepthook` may call `os._exit`, so that no thread keeps the process alive and
-the other ranks end too. Then nothing that was registered with `atexit` runs.
+the other ranks end too. Then nothing that was registered with `atexit` runs. A process of
+`torch.multiprocessing.spawn` exits with 0 after Ctrl-C, as one does that has finished.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import NoReturn
+from multiprocessing import parent_process
+from typing import Any, NoReturn
 
 
 def before_exit(report: Callable[[], None]) -> None:
@@ -29,3 +31,32 @@ def before_exit(report: Callable[[], None]) -> None:
             end(status)
 
     os._exit = report_and_end
+
+
+def before_interrupt(spawn: Any, report: Callable[[BaseException], None]) -> None:
+    """Call `report` with the `KeyboardInterrupt` that ends a spawned process.
+
+    The kernel also interrupts such a process when the one that spawned it has ended; then `report`
+    gets an error about that.
+
+    Args:
+        spawn: the module `torch.multiprocessing.spawn`.
+    """
+    run = spawn._wrap
+
+    @wraps(run)
+    def run_and_report(function: Callable[..., Any], *args: Any) -> Any:
+        def call(*inputs: Any) -> Any:
+            try:
+                return function(*inputs)
+            except KeyboardInterrupt as error:
+                parent = parent_process()
+                if parent is None or parent.is_alive():
+                    report(error)
+                else:
+                    report(ChildProcessError("the process that spawned this rank has ended"))
+                raise
+
+        return run(call, *args)
+
+    spawn._wrap = run_and_report
