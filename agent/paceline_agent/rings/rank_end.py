@@ -98,11 +98,12 @@ class RankEnd:
     def _is_consequence(self, code: int, ending: Ending) -> bool:
         """Return whether what was reported before explains this exit status.
 
-        A rank may end with an exit code of its own after a signal. Its launcher sends SIGTERM also
-        to a rank that ends after an error. `ending`: as the rank and torchrun reported it.
+        A rank may end with an exit code of its own after a signal, and with 0 after an error, as
+        those of `torch.multiprocessing.spawn` do after Ctrl-C. Its launcher sends SIGTERM also to a
+        rank that ends after an error. `ending`: as the rank and torchrun reported it.
         """
         if code >= 0:
-            return ending.signal is not None
+            return ending.signal is not None or (code == 0 and bool(ending.exit_code))
         if code != -SIGTERM or not (self._ends_others or ending.error):
             return False
         return ending.signal != SIGTERM and ending.launcher_signal is None

@@ -37,7 +37,6 @@ class ReportedRise:
     onset_ns: int
     finding: Finding
     cost: MeasuredCost = field(default_factory=MeasuredCost, kw_only=True)
-    measured_step: int = field(default=0, kw_only=True)  # in which its size was measured again
 
     @property
     def is_reported(self) -> bool:
@@ -197,10 +196,9 @@ class RiseReports(ABC, Generic[Reported]):
             return []  # the newest steps are as fast as before; `levels` decide whether it is over
         if course == "milder":
             return [self.report(reported, observation)]
-        known_step = max(before.step or step, reported.measured_step)
-        is_due = step - known_step >= STEPS_BETWEEN_UPDATES
+        is_new = step - (before.step or step) < STEPS_BETWEEN_UPDATES
+        is_due = step % STEPS_BETWEEN_UPDATES == 0 and not is_new
         if is_due:
-            reported.measured_step = step
             self.measure_again(reported)
             slowdown = self.slowdown(reported)
         elif before.cause != UNKNOWN or step == before.step:

@@ -384,6 +384,15 @@ def test_a_sigterm_that_torchrun_does_not_report_is_its_own(
     assert (exited.exit_code, exited.signal) == expected
 
 
+def test_an_error_that_a_rank_reported_is_its_end_also_if_it_exits_with_0(bench: Bench) -> None:
+    with rank_process(bench, "os._exit(0)") as process:
+        end_unreaped(process)
+        write_ending(bench.directory / "job.g0.r0.ring", Ending(1, error="KeyboardInterrupt"))
+        exited = bench.poll()[0][-1]
+    assert isinstance(exited, RankExited)
+    assert (exited.exit_code, exited.log_tail) == (1, "KeyboardInterrupt")
+
+
 def test_a_rank_that_was_killed_is_reported_without_waiting_for_torchrun(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
