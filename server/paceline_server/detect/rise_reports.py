@@ -102,7 +102,10 @@ class RiseReports(ABC, Generic[Reported]):
         return True
 
     def measure_again(self, reported: Reported) -> None:
-        """Update the size of the rise; called every `STEPS_BETWEEN_UPDATES` steps."""
+        """Update the size of the rise.
+
+        It is called every `STEPS_BETWEEN_UPDATES` steps, or in each while the rise grows.
+        """
 
     def report(self, reported: Reported, observation: Observation) -> Finding:
         if reported.is_reported and not self.is_alike(reported, self.slowdown(reported)):
@@ -196,8 +199,9 @@ class RiseReports(ABC, Generic[Reported]):
             return []  # the newest steps are as fast as before; `levels` decide whether it is over
         if course == "milder":
             return [self.report(reported, observation)]
+        is_tenth = step % STEPS_BETWEEN_UPDATES == 0
         is_new = step - (before.step or step) < STEPS_BETWEEN_UPDATES
-        is_due = step % STEPS_BETWEEN_UPDATES == 0 and not is_new
+        is_due = not is_new and (is_tenth or reported.rise.creeps)
         if is_due:
             self.measure_again(reported)
             slowdown = self.slowdown(reported)
@@ -210,7 +214,7 @@ class RiseReports(ABC, Generic[Reported]):
         ):
             return [self.report(reported, observation)]
         # The replay costs more than the rest of a step, so that it is not used in each.
-        if is_due and diagnosis.cause == before.cause:
+        if is_due and is_tenth and diagnosis.cause == before.cause:
             now = self._described(reported, observation)
             if reported.cost.is_notable(before):
                 reported.finding = now
