@@ -216,6 +216,7 @@ def test_a_pause_that_an_error_of_the_rank_ends_is_over(working: StuckJob) -> No
     found = {one.kind: one for one in wait(working, 5, 0.1)}
     assert (found["failure"].rank, found["failure"].follows) == (CULPRIT, None)
     assert found["hang"].cleared
+    assert found["hang"].summary == "An error of a rank that kept the job waiting has ended it."
 
 
 def test_a_rank_that_hangs_after_its_error_is_reported_for_that(working: StuckJob) -> None:

@@ -48,6 +48,7 @@ from paceline_server.detect.hang.rank_cause import (
     side_of,
 )
 from paceline_server.detect.hang.sentences import (
+    ENDED_BY_ERROR,
     PAUSE_ADVICE,
     RESUMED,
     hang_summary,
@@ -682,7 +683,7 @@ class HangDetector(Detector):
         if active is None or not any(_raised_by_itself(rank, observation) for rank in active.ranks):
             return []
         self._active = self._late = self._frame = None
-        return [cleared(active, RESUMED, observation.now_ns)]
+        return [cleared(active, ENDED_BY_ERROR, observation.now_ns)]
 
 
 def _raised_by_itself(rank: int, observation: Observation) -> bool:

@@ -14,6 +14,7 @@ from paceline_server.detect.hang.verdict import DEADLOCK, MISMATCH
 from paceline_wire.stacks import StackFrame
 
 RESUMED = "The job makes progress again."
+ENDED_BY_ERROR = "An error of a rank that kept the job waiting has ended it."
 PAUSE_ADVICE = (
     "if the script takes longer on purpose, raise hang_evaluation_seconds and hang_busy_seconds in "
     "the job's policy"
