@@ -2,13 +2,14 @@
 
 A healthy run of the simulated job, with one batch per node and step and a tick per step, at the
 demo's size and with 64 ranks. With 1,024 ranks only the step model, from encoded batches. Two ranks
-with short steps have a tick each quarter of a second; the baseline analyzes all of their steps.
+with short steps have a tick each quarter of a second; the baseline analyzes all of their steps. The
+baseline of a job with a slow rank, which is reported soon, is the same job without it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from time import process_time_ns
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server" / "simulat
 from simulated_job import JOB, SimulatedJob
 
 STEPS = 40
+SLOW_STEPS = 300
 REPEATS = 5
 # The demo has about 1,000 spans per step of 0.6 s: at this rate they take 2% of a core.
 GOAL = 100_000
@@ -48,6 +50,11 @@ def measure() -> Iterator[Result]:
             goal=GOAL,
             more_is_better=True,
         )
+    healthy, slow = (
+        median(_rate(Topology(2, 1, 1), seed, SLOW_STEPS, slow) for seed in range(REPEATS))
+        for slow in ({}, {1: 1.8})
+    )
+    yield Result("engine, a slow rank (2 ranks)", slow, "spans/CPU s", healthy, more_is_better=True)
     with patch.object(sampling, "ANALYZED_SECONDS", 0.0):
         baseline = _share_of_a_core()
     yield Result(
@@ -88,11 +95,16 @@ def _large_rates() -> Iterator[float]:
         yield sum(stage[0].size for stage in words) / seconds
 
 
-def _rate(topology: Topology, seed: int) -> float:
+def _rate(
+    topology: Topology, seed: int, steps: int = STEPS, slow: Mapping[int, float] | None = None
+) -> float:
+    """Return the spans per CPU second of a job, of which ranks are slow from step `STEPS` on."""
     job = SimulatedJob(topology, seed=seed)
     played = []
     spans = 0
-    for _ in range(STEPS):
+    for step in range(steps):
+        if step == STEPS:
+            job.faults.slow.update(slow or {})
         batches = list(job.batches(job.play()))
         spans += sum(block.count for batch in batches for block in batch.spans)
         played.append((job.now_ns, batches))
