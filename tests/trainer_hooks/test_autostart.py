@@ -155,6 +155,7 @@ def test_a_spawned_rank_that_is_interrupted_has_not_finished(
         f"""
 import os, signal, time, torch
 def train(rank):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter])
     parameter.sum().backward()
