@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from simulated_job import WORLD, SimulatedJob
 
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.rank_exit.raised_error import error_line, error_place
+from paceline_server.detect.raised_error import error_line, error_place
 from paceline_wire.batch import RankState
 from paceline_wire.ring import GroupProgress
 from paceline_wire.spans import NONE_16, NONE_32, Op

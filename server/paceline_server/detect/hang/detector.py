@@ -15,7 +15,6 @@ Flight Recorder dumps of all ranks. It reports the hang again when they arrive.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -64,6 +63,7 @@ from paceline_server.detect.hang.verdict import (
     verdict_on,
 )
 from paceline_server.detect.hang.wait_for_graph import innermost_op
+from paceline_server.detect.interrupt import is_interrupt
 from paceline_server.detect.kinds import HANG, Kind, Severity
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.rank_list import ranks_text
@@ -659,8 +659,7 @@ class HangDetector(Detector):
         culprits, seconds = tuple(active.ranks), (observation.now_ns - self._frozen_since_ns) / 1e9
         if self._late is None:
             self._pauses[culprits] = max(self._pauses.get(culprits, 0.0), seconds)
-        self._active = self._late = self._frame = None
-        return [cleared(active, RESUMED, observation.now_ns)]
+        return self._clear(active, RESUMED, observation)
 
     def _ending_seconds(
         self, active: Finding, ranks: _ExpectedRanks, observation: Observation
@@ -682,8 +681,11 @@ class HangDetector(Detector):
         active = self._active
         if active is None or not any(_raised_by_itself(rank, observation) for rank in active.ranks):
             return []
+        return self._clear(active, ENDED_BY_ERROR, observation)
+
+    def _clear(self, active: Finding, why: str, observation: Observation) -> list[Finding]:
         self._active = self._late = self._frame = None
-        return [cleared(active, ENDED_BY_ERROR, observation.now_ns)]
+        return [cleared(active, why, observation.now_ns)]
 
 
 def _raised_by_itself(rank: int, observation: Observation) -> bool:
@@ -692,8 +694,7 @@ def _raised_by_itself(rank: int, observation: Observation) -> bool:
     if event is None or not event.exit_code or live is None or live.status != "failed":
         return False
     is_requested = event.commanded or event.drained or event.launcher_signal is not None
-    is_interrupt = KeyboardInterrupt.__name__ in event.log_tail
-    return not is_requested and not is_interrupt and event.exit_code != 128 + signal.SIGINT
+    return not is_requested and not is_interrupt(event)
 
 
 def _duration(seconds: float) -> Evidence:

@@ -33,11 +33,17 @@ from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.hang.late_start import CALL, NOT_CALLED
 from paceline_server.detect.hang.verdict import MISMATCH, HangVerdict
 from paceline_server.detect.hang.wait_for_graph import communication_frames
+from paceline_server.detect.interrupt import is_interrupt
 from paceline_server.detect.kinds import FAILURE, HANG, Kind
 from paceline_server.detect.observation import (
     Generation,
     Observation,
     ReportedExit,
+)
+from paceline_server.detect.raised_error import (
+    error_line,
+    error_place,
+    names_missing_connection,
 )
 from paceline_server.detect.rank_exit.ending import (
     SENT_SIGNALS,
@@ -46,7 +52,6 @@ from paceline_server.detect.rank_exit.ending import (
     has_aborted_itself,
     has_mismatch,
     is_cause,
-    is_interrupt,
     is_unknown,
     predicate,
     signal_name,
@@ -55,11 +60,6 @@ from paceline_server.detect.rank_exit.ending import (
 )
 from paceline_server.detect.rank_exit.mismatch import mismatched_collective
 from paceline_server.detect.rank_exit.out_of_memory import OomKills, memory_evidence
-from paceline_server.detect.rank_exit.raised_error import (
-    error_line,
-    error_place,
-    names_missing_connection,
-)
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.rank_list import ranks_text
 from paceline_server.policy import Policy

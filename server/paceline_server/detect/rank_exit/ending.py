@@ -7,7 +7,7 @@ import signal
 
 from paceline_server.detect.causes.catalog import ENDED_EARLY, OUT_OF_MEMORY, PROCESS_GONE
 from paceline_server.detect.observation import ReportedExit
-from paceline_server.detect.rank_exit.raised_error import (
+from paceline_server.detect.raised_error import (
     abort_line,
     aborted_by_itself,
     error_line,
@@ -27,13 +27,6 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|memoryerror|cannot allocate memory",
 def is_unknown(event: RankExited) -> bool:
     """Return whether the exit status is unknown: another program started the process."""
     return event.exit_code is None and event.signal is None
-
-
-def is_interrupt(event: RankExited) -> bool:
-    """Return whether the process ended because of Ctrl-C."""
-    if event.exit_code == 1:
-        return error_line(event.log_tail).startswith(KeyboardInterrupt.__name__)
-    return event.signal == signal.SIGINT or event.exit_code == 128 + signal.SIGINT
 
 
 def is_cause(reported: ReportedExit) -> bool:

@@ -8,7 +8,7 @@ from collections import deque
 
 from paceline_server.detect.finding import Evidence
 from paceline_server.detect.observation import Observation, ReportedDeviceEvent, ReportedExit
-from paceline_server.detect.rank_exit.raised_error import LOADER_WORKERS
+from paceline_server.detect.raised_error import LOADER_WORKERS
 from paceline_server.detect.telemetry import MetricSeries
 from paceline_wire import metric_names
 from paceline_wire.batch import RankExited
