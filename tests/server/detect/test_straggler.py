@@ -547,14 +547,18 @@ def test_a_recovered_straggler_is_cleared_once_and_can_be_found_again(topology, 
     assert named(run.advance(6)) == [(0, [], False)]
 
 
+def advance_in_spells(run: TimedRun, spells: int, *, slow_steps: int, other_steps: int) -> None:
+    for _ in range(spells):
+        run.slow = {1: 1.8}
+        run.advance(slow_steps)
+        run.slow = {}
+        run.advance(other_steps)
+
+
 def test_a_second_of_short_steps_without_it_does_not_end_a_straggler():
     run = watched(Topology(2, 1, 1), 24, microbatches=1, step_ns=100_000_000)
     run.advance(200)
-    for _ in range(2):
-        run.slow = {1: 1.8}
-        run.advance(250)
-        run.slow = {}
-        run.advance(10)
+    advance_in_spells(run, 2, slow_steps=250, other_steps=10)
     run.advance(25)
     assert {(one.fingerprint, one.onset_step) for one in run.findings} == {("straggler:1", 200)}
     assert [one.cleared for one in run.findings] == [*[False] * (len(run.findings) - 1), True]
@@ -564,11 +568,7 @@ def test_a_second_of_short_steps_without_it_does_not_end_a_straggler():
 def test_a_rank_that_is_slow_in_alternating_long_blocks_stays_reported(topology):
     run = watched(topology, 14)
     run.advance(70)
-    for _ in range(6):
-        run.slow = {1: 1.8}
-        run.advance(60)
-        run.slow = {}
-        run.advance(60)
+    advance_in_spells(run, 6, slow_steps=60, other_steps=60)
     assert {one.fingerprint for one in run.findings} == {"straggler:1"}
     assert sum(one.cleared for one in run.findings) == 2
     assert not run.findings[-1].cleared

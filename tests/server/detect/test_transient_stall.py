@@ -134,7 +134,7 @@ def test_a_stall_is_cleared_when_it_does_not_recur():
 
 @pytest.mark.parametrize("apart", [55, 300])
 def test_similar_stalls_are_reported_until_they_are_usual(apart):
-    run = TimedRun(DEMO, 9, noise=Noise(outliers=0.0)).watch(TransientStallDetector)
+    run = watched(DEMO, 9, noise=Noise(outliers=0.0))
     run.advance(40)
     notes = []
     for rank in (5, 2, 5, 3):
