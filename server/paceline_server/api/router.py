@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
@@ -83,10 +83,8 @@ def build(
     app.add_middleware(ingest.Ingest)  # before BodyLimit: batches have their own limit
     app.add_middleware(BrowserGuard, host_names=host_names, own_site=own_site)
     problems.install(app)
-    v1 = APIRouter(prefix="/api/v1")
     for resource in _RESOURCES:
-        v1.include_router(resource.router)
-    app.include_router(v1)
+        app.include_router(resource.router, prefix="/api/v1")
     app.include_router(health.router)
     app.include_router(login.page)
     _complete_description(app)

@@ -24,6 +24,8 @@ from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
 from paceline_server.detect.statistics.spells import Spells
 from paceline_server.percent import percent
 
+_DIAGNOSIS_NS = 1_000_000_000  # between looks for an unknown cause: nodes are measured as often
+
 
 @dataclass(slots=True)
 class ReportedRise:
@@ -37,6 +39,7 @@ class ReportedRise:
     onset_ns: int
     finding: Finding
     cost: MeasuredCost = field(default_factory=MeasuredCost, kw_only=True)
+    diagnosed_ns: int = field(default=0, kw_only=True)
 
     @property
     def is_reported(self) -> bool:
@@ -205,8 +208,9 @@ class RiseReports(ABC, Generic[Reported]):
         if is_due:
             self.measure_again(reported)
             slowdown = self.slowdown(reported)
-        elif before.cause != UNKNOWN or step == before.step:
+        elif before.cause != UNKNOWN or ended_ns - reported.diagnosed_ns < _DIAGNOSIS_NS:
             return []
+        reported.diagnosed_ns = ended_ns
         diagnosis = self.diagnose(reported, slowdown, observation)
         size_is_alike = self.is_alike(reported, slowdown)
         if is_new_verdict(

@@ -208,7 +208,7 @@ class TransientStallDetector(Detector):
             evidence=[
                 Evidence(
                     f"compute took {stall.slowdown:.1f}x as long as usual, "
-                    f"{percent(stall.share)} of a step longer",
+                    f"which adds {percent(stall.share)} of a step",
                     "self_seconds_ratio",
                     stall.slowdown,
                     1.0,
