@@ -7,6 +7,7 @@ from simulated_step import SimulatedStep, one_forward_one_backward
 from watched import Watched
 
 from paceline_server.detect.checkpoint_stall.detector import CheckpointStallDetector
+from paceline_server.detect.host_load import WAIT
 from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
 
@@ -117,11 +118,46 @@ def test_a_small_copy_that_busy_cpus_delay_is_no_slow_storage():
     assert watched.findings == []
 
 
+def show_with_waits(watched, steps, busy_from):
+    """Show steps in which ranks wait for a CPU for 5% of the time, and for 60% from a step on."""
+    waited = 0.0
+    for number, step in enumerate(steps):
+        waited += 10.0 * (0.6 if number >= busy_from else 0.05)
+        for rank in EVERYONE:
+            labels, node = {"job": "job", "rank": str(rank)}, watched.generation.node(rank)
+            sample = Sample(WAIT, labels, waited, int(step.ranks.start_ns.min()))
+            watched.telemetry.add(node, sample)
+        watched.show([step])
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(0.7, 0), (3.0, 1)])
+def test_busy_cpus_may_delay_checkpoints(seconds, found):
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    steps = played(lambda number: dict.fromkeys(EVERYONE, 0.2 if number < 4 else seconds))
+    show_with_waits(watched, steps, busy_from=90)
+    assert len(watched.findings) == found
+
+
+def test_one_writer_that_busy_cpus_delay_is_no_slow_node():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    steps = played(lambda number: {**dict.fromkeys(EVERYONE, 0.01), 0: 0.3 if number < 3 else 1.2})
+    show_with_waits(watched, steps, busy_from=70)
+    assert watched.findings == []
+
+
+def test_a_slow_storage_is_not_over_when_the_cpus_become_busy():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    steps = played(lambda number: dict.fromkeys(EVERYONE, 0.2 if number < 4 else 0.7), 12)
+    show_with_waits(watched, steps, busy_from=130)
+    [found] = watched.findings
+    assert found.cause == "slow storage"
+
+
 def test_short_times_are_in_milliseconds():
     watched = Watched(CheckpointStallDetector, JOB.topology)
     watched.show(played(lambda number: dict.fromkeys(EVERYONE, 0.04 if number < 4 else 1.5)))
     [found] = watched.findings
-    assert found.summary.startswith("Checkpoints take 1.5 s on all ranks instead of 40 ms: ")
+    assert found.summary.startswith("Checkpoints take 1.5 s instead of 40 ms: ")
 
 
 def test_checkpoints_that_take_much_of_the_run_lead_to_advice():

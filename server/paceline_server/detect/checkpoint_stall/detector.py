@@ -3,7 +3,8 @@
 Three cases: one node writes slower than the others and than before (its disk or its path to the
 storage); all nodes write slower than before (the storage); or the checkpoints are as fast as before
 but take much of the run (advice: save asynchronously). A rank that always writes longer has more to
-write: in data-parallel training often one rank writes the model.
+write: in data-parallel training often one rank writes the model. A writer that waits for a CPU takes
+longer, too: that is no property of the storage.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.checkpoint_stall.settings import DEFAULTS, CheckpointStallSettings
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.host_load import cpu_wait_share, largest_accident
 from paceline_server.detect.kinds import CHECKPOINT_STALL, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, duration_text, gain
@@ -71,6 +73,7 @@ class CheckpointStallDetector(Detector):
         self._slow_until = -1  # newest step whose checkpoint was reported as slow
         self._other_steps: deque[float] = deque(maxlen=16)  # seconds of steps without a checkpoint
         self._since_seconds = 0.0
+        self._accident = 1.0  # of the newest checkpoint
         self._active: dict[str, Finding] = {}
 
     def update(self, observation: Observation) -> list[Finding]:
@@ -105,6 +108,7 @@ class CheckpointStallDetector(Detector):
         A problem that is not found again is cleared.
         """
         now_ns = observation.now_ns
+        self._accident = self._largest_accident(observation)
         found = [*self._slow_ranks(now_ns), *self._slow_storage(now_ns)]
         if found:
             self._slow_until = self._checkpoints[-1].step
@@ -124,6 +128,16 @@ class CheckpointStallDetector(Detector):
         known = {name: self._active[name] for name in current if name in self._active}
         self._active = known | {finding.fingerprint: finding for finding in new}
         return [*over, *new]
+
+    def _largest_accident(self, observation: Observation) -> float:
+        """Return how many times longer busy CPUs may make a checkpoint.
+
+        A slow storage that is reported stays so when the CPUs become busy as well.
+        """
+        if any(finding.cause != BLOCKING for finding in self._active.values()):
+            return 1.0
+        share = cpu_wait_share(observation, self.generation)
+        return largest_accident(share, self._checkpoints[-1].typical)
 
     def _is_known(self, finding: Finding) -> bool:
         known = self._active.get(finding.fingerprint)
@@ -176,6 +190,7 @@ class CheckpointStallDetector(Detector):
         self, seconds: Floats, usual: Floats | float, checkpoint: _Checkpoint
     ) -> npt.NDArray[np.bool_]:
         settings = self.settings
+        usual = usual * self._accident
         least = max(settings.step_share * checkpoint.step_seconds, settings.least_seconds)
         found: npt.NDArray[np.bool_] = (seconds >= settings.ratio * usual) & (
             seconds - usual >= least
@@ -220,8 +235,7 @@ class CheckpointStallDetector(Detector):
             ):
                 seconds = latest[-1].typical
                 finding = self._stall(
-                    f"Checkpoints take {duration_text(seconds)} on all ranks instead of "
-                    f"{duration_text(usual)}",
+                    f"Checkpoints take {duration_text(seconds)} instead of {duration_text(usual)}",
                     seconds,
                     usual,
                     now_ns,
