@@ -3,8 +3,8 @@
 Three cases: one node writes slower than the others and than before (its disk or its path to the
 storage); all nodes write slower than before (the storage); or the checkpoints are as fast as before
 but take much of the run (advice: save asynchronously). A rank that always writes longer has more to
-write: in data-parallel training often one rank writes the model. A writer that waits for a CPU takes
-longer, too: that is no property of the storage.
+write: in data-parallel training often one rank writes the model. A writer that waits for a CPU
+takes longer, too: that is no property of the storage.
 """
 
 from __future__ import annotations
