@@ -191,6 +191,20 @@ assert os.waitpid(child, 0)[1] == 0
     assert (reader.identity.world_size, reader.view().status) == (1, "finished")
 
 
+def test_functions_that_are_replaced_can_be_pickled(tmp_path: Path) -> None:
+    """A script may have another process save its checkpoints."""
+    ending = """
+import pickle
+import torch.distributed.checkpoint as dcp
+optimizer.step()
+for function in (torch.save, torch.serialization.save, dcp.save, dcp.async_save, os._exit):
+    assert hasattr(function, "__wrapped__"), function
+    assert pickle.loads(pickle.dumps(function)) is function
+"""
+    finished = python(SINGLE + ending, tmp_path, TORCHELASTIC_RUN_ID="run")
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("value", "autoload"),
     [

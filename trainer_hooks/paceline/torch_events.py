@@ -71,6 +71,7 @@ class TorchEvents:
         self.memory: MemoryMeter | None = None  # in steps whose memory is measured
         self._owner = 0
         self._seen_modules: set[str] = set()
+        self._replacements: dict[Function, Function] = {}
         self.known_modules = 0  # number of loaded modules when they were searched
         self._stepped = 0  # optimizer steps, of any thread
         self._watches_optimizers = False
@@ -92,8 +93,8 @@ class TorchEvents:
         _replace(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._fetch)
         _replace(torch.nn.Module, "eval", self._eval)
         self._train = torch.nn.Module.train
-        _replace(torch, "save", self._save)
-        _replace(torch.serialization, "save", self._save)
+        self._replace_shared(torch, "save", self._save)
+        self._replace_shared(torch.serialization, "save", self._save)
 
     def start(
         self,
@@ -143,7 +144,16 @@ class TorchEvents:
             self._seen_modules.add(name)
             for function, (what, where) in functions.items():
                 if hasattr(module, function):
-                    _replace(module, function, partial(self._save_files, what, where))
+                    make = partial(self._save_files, what, where)
+                    self._replace_shared(module, function, make)
+
+    def _replace_shared(self, module: Any, name: str, make: Callable[[Function], Function]) -> None:
+        """Replace a function that several modules have by one and the same: pickle compares it with
+        that of the module that defines it, as for a process that saves in the background."""
+        original = getattr(module, name)
+        if original not in self._replacements:
+            self._replacements[original] = make(original)
+        setattr(module, name, self._replacements[original])
 
     def _report(self, event: Function, *args: Any, **kwargs: Any) -> Any:
         """Report an event; count an error of Paceline instead of raising it in the training."""

@@ -30,6 +30,7 @@ def before_exit(report: Callable[[], None]) -> None:
         finally:
             end(status)
 
+    report_and_end.__module__ = os.__name__  # where pickle looks for it, not in `posix`
     os._exit = report_and_end
 
 
