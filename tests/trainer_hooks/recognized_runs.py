@@ -241,6 +241,95 @@ def evaluation_without_loader() -> None:
         optimizer.step()
 
 
+def trained_epochs(evaluate: Callable[[nn.Module, Any], None]) -> None:
+    """Train two epochs, each followed by an evaluation with the batches that were trained on."""
+    model, batches = model_of(), loader(STEPS // 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for (batch,) in batches:
+            model(batch).sum().backward()
+            optimizer.step()
+        evaluate(model, batches)
+
+
+def evaluation_of_training_data() -> None:
+    def evaluate(model: nn.Module, batches: Any) -> None:
+        model.eval()
+        for (batch,) in batches:
+            with torch.no_grad():
+                model(batch)
+        model.train()
+
+    trained_epochs(evaluate)
+
+
+def evaluation_of_training_data_in_a_block() -> None:
+    def evaluate(model: nn.Module, batches: Any) -> None:
+        model.eval()
+        with torch.no_grad():
+            for (batch,) in batches:
+                model(batch)
+        model.train()
+
+    trained_epochs(evaluate)
+
+
+def evaluation_of_training_data_by_batch() -> None:
+    """As Ignite does: the module is switched for each batch."""
+
+    def evaluate(model: nn.Module, batches: Any) -> None:
+        for (batch,) in batches:
+            model.eval()
+            with torch.no_grad():
+                model(batch)
+        model.train()
+
+    trained_epochs(evaluate)
+
+
+def evaluation_of_training_data_in_training_mode() -> None:
+    def evaluate(model: nn.Module, batches: Any) -> None:
+        with torch.inference_mode():
+            for (batch,) in batches:
+                model(batch)
+
+    trained_epochs(evaluate)
+
+
+def evaluation_without_return() -> None:
+    """The module stays in `eval()` for the next epoch, as in many a script."""
+
+    def evaluate(model: nn.Module, batches: Any) -> None:
+        model.eval()
+        for (batch,) in batches:
+            with torch.no_grad():
+                model(batch)
+
+    trained_epochs(evaluate)
+
+
+def trained_in_evaluation_mode() -> None:
+    """As with frozen batch normalization."""
+    model, batches = model_of(), loader(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS // 2):
+        model.eval()
+        for (batch,) in batches:
+            model(batch).sum().backward()
+            optimizer.step()
+
+
+def read_without_gradients() -> None:
+    """A prefetcher reads most batches without gradients, and they are trained on."""
+    model, batches = model_of(), iter(loader())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(STEPS):
+        with torch.set_grad_enabled(number < 2):
+            (batch,) = next(batches)
+        model(batch).sum().backward()
+        optimizer.step()
+
+
 def frozen_teacher() -> None:
     """`eval()` in each step is no evaluation."""
     model, teacher = model_of(), model_of()
@@ -565,6 +654,13 @@ SCENARIOS: list[Callable[[], None]] = [
     evaluation_with_gradients_off,
     evaluation_by_its_loader,
     evaluation_without_loader,
+    evaluation_of_training_data,
+    evaluation_of_training_data_in_a_block,
+    evaluation_of_training_data_by_batch,
+    evaluation_of_training_data_in_training_mode,
+    evaluation_without_return,
+    trained_in_evaluation_mode,
+    read_without_gradients,
     frozen_teacher,
     two_loaders,
     saving,

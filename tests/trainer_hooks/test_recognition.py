@@ -139,6 +139,11 @@ def test_each_step_without_a_loader_has_its_own_backward(recorded: Recorded, nam
         ("evaluation_with_gradients_off", 2),
         ("evaluation_by_its_loader", 2),
         ("evaluation_without_loader", 1),
+        ("evaluation_of_training_data", 2),
+        ("evaluation_of_training_data_in_a_block", 2),
+        ("evaluation_of_training_data_by_batch", 2),
+        ("evaluation_of_training_data_in_training_mode", 2),
+        ("evaluation_without_return", 2),
     ],
 )
 def test_an_evaluation_is_recorded_and_is_no_step(
@@ -154,7 +159,17 @@ def test_an_evaluation_is_recorded_and_is_no_step(
             assert span.end_ns <= evaluation.start_ns or span.start_ns >= evaluation.end_ns
 
 
-@pytest.mark.parametrize("name", ["plain", "frozen_teacher", "two_loaders", "several_epochs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "frozen_teacher",
+        "two_loaders",
+        "several_epochs",
+        "trained_in_evaluation_mode",
+        "read_without_gradients",
+    ],
+)
 def test_a_training_without_an_evaluation_has_none(recorded: Recorded, name: str) -> None:
     assert not of(recorded(name), Op.EVALUATE)
 

@@ -447,7 +447,8 @@ class Loop:
         if self.is_recognized and self.watcher is not None:
             self.watcher.note_update()
         if self.is_open and not self._marked and self.optimizer_calls:
-            self.end_step(self.optimized_ns)
+            has_optimized = self.optimized_ns > self._recorder.step_started_ns
+            self.end_step(self.optimized_ns if has_optimized else None)
 
 
 class StepBlock:

@@ -6,14 +6,16 @@
   Without an optimizer of torch, or with a compiled one, an update of the parameters takes its place
   (`updates.py`). If none can be seen, each batch is a step, or each backward pass without a loader.
 - *Forward*: from a batch, an optimizer step or a backward pass to the next backward pass.
-- *Evaluation*: batches of a loader that trains nothing, or a module between `eval()` and `train()`,
-  and no backward pass inside. What happens in every step is part of the step.
+- *Evaluation*: batches of a loader that trains nothing, or of one that trains but is read without
+  gradients now, or a module between `eval()` and `train()`, and no backward pass inside. What
+  happens in every step is part of the step.
 
 What the script marks itself is not recorded again.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -86,7 +88,11 @@ class Recognition:
         self.measure_forward(session.recorder)
         self.evaluates = False  # `_evaluation` has begun
         self._evaluation = _Evaluation()
+        # The module that was switched to `eval()` between two steps.
+        self._switched: Callable[[], Any] = _nothing
         self._training: set[int] = set()  # keys of loaders whose batches are trained on
+        self._with_gradients: set[int] = set()  # keys of loaders that were read with gradients on
+        self._trains_without = False  # and others are trained on that were read without
         self._fetched: dict[int, int] = {}  # batches by loader since the last backward pass
         self._latest = 0  # key of the loader of the last batch
         self._evaluated_step: int | None = None
@@ -152,12 +158,19 @@ class Recognition:
             self._training.add(loader)
             self._fetched.clear()
             return False
+        if self.evaluates and not self._is_evaluated(loader, has_gradients=has_gradients):
+            self._end_evaluation()
         if self.evaluates:
-            if loader not in self._training:
+            evaluation, is_trained_on = self._evaluation, loader in self._training
+            evaluation.batches += 1
+            evaluation.trained_on_ns = perf_counter_ns() if is_trained_on else 0
+            if not (is_trained_on and has_gradients and self._ends_step()):
                 self._count(loader)
                 self._recorder.show_progress()
                 return False
-            self._end_evaluation()
+            evaluation.work = 0, 0  # the batch may as well be the first of the next step
+        elif has_gradients and not self._trains_without:
+            self._with_gradients.add(loader)
         if has_gradients or loop.is_open:
             self._count(loader)
         if not (loop.is_open or loop.is_explicit or loop.has_steps):
@@ -168,10 +181,32 @@ class Recognition:
             self.note_update()
         self._drop_forward()
         loop.begin_wait()
-        evaluates = not has_gradients or bool(self._training)
-        if loader not in self._training and evaluates:
+        if not self.evaluates and self._begins_evaluation(loader, has_gradients=has_gradients):
             self._begin_evaluation(perf_counter_ns())
+            self._evaluation.batches = 1
+            self._evaluation.module, self._switched = self._switched, _nothing
         return True
+
+    def _begins_evaluation(self, loader: int, *, has_gradients: bool) -> bool:
+        """Return whether an evaluation may begin with a batch of this loader."""
+        if loader not in self._training:
+            return not has_gradients or bool(self._training)
+        is_read_without = not has_gradients and loader in self._with_gradients
+        return is_read_without or self._switched() is not None
+
+    def _is_evaluated(self, loader: int, *, has_gradients: bool) -> bool:
+        """Return whether the evaluation may go on with a batch of this loader.
+
+        A script may also train on while its module is in `eval()`: a backward pass shows that.
+        """
+        if loader not in self._training or not has_gradients:
+            return True
+        evaluation = self._evaluation
+        return evaluation.of_module and not (evaluation.batches and self._ends_step())
+
+    def _ends_step(self) -> bool:
+        """Return whether the next batch that is trained on begins another step."""
+        return self._loop.is_recognized and bool(self._loop.optimizer_calls)
 
     def fetch_ends(self, batch: Any, *, recorded: bool) -> None:
         """The batch is there."""
@@ -460,20 +495,22 @@ class Recognition:
     def evaluation_mode(self, module: Any) -> bool:
         """A module was switched to `eval()`. Return whether its `train()` is of interest."""
         loop = self._loop
-        if self.evaluates or not loop.is_open or not loop.has_steps:
+        if self.evaluates or not loop.has_steps or self._rejected >= MOST_REJECTED_EVALUATIONS:
             return False
-        if self._rejected >= MOST_REJECTED_EVALUATIONS:
-            return False
+        if not loop.is_open:
+            self._switched = weakref.ref(module)
+            return True
         self._begin_evaluation(perf_counter_ns())
-        self._evaluation.module = module
+        self._evaluation.module = weakref.ref(module)
         return self.evaluates
 
     def training_mode(self, module: Any) -> bool:
         """A module was switched to `train()`. Return whether this ended the evaluation."""
-        if module is not self._evaluation.module:
-            return not self.evaluates
-        self._end_evaluation()
-        return True
+        if module is self._switched():
+            self._switched = _nothing
+        elif module is self._evaluation.module():
+            self._end_evaluation()
+        return not self.evaluates and self._switched() is None
 
     def _begin_evaluation(self, now_ns: int) -> None:
         session = self._session
@@ -487,16 +524,19 @@ class Recognition:
         if self._recorder.status == Status.RUNNING:
             self._recorder.set_status(Status.EVALUATING)
 
-    def _end_evaluation(self) -> None:
-        """Record the evaluation, unless there was one in the step before as well."""
+    def _end_evaluation(self, ended_ns: int | None = None) -> None:
+        """Record the evaluation, unless there was one in the step before as well.
+
+        It ended at `ended_ns`, default now.
+        """
         evaluation, step = self._evaluation, self._recorder.step
         self._close_evaluation()
         if self._evaluated_step is not None and step <= self._evaluated_step + 1:
             self._training.update(self._fetched)
-            self._rejected += evaluation.module is not None
+            self._rejected += evaluation.of_module
         elif self._loop.is_open:
             start_ns = max(evaluation.start_ns, self._recorder.step_started_ns)
-            self._recorder.write_simple(Op.EVALUATE, start_ns, perf_counter_ns())
+            self._recorder.write_simple(Op.EVALUATE, start_ns, ended_ns or perf_counter_ns())
             self._loop.work.samples, self._loop.work.tokens = evaluation.work
         self._evaluated_step = step
         self._fetched.clear()
@@ -504,10 +544,18 @@ class Recognition:
 
     def _reject_evaluation(self) -> None:
         """A backward pass came: what began was no evaluation, unless its loader was exhausted."""
-        if self._evaluation.exhausted and self._evaluation.module is None:
+        evaluation = self._evaluation
+        if evaluation.exhausted and not evaluation.of_module:
             self._end_evaluation()
             return
-        self._rejected += self._evaluation.module is not None
+        if evaluation.trained_on_ns and evaluation.batches > 1:  # the last batch is trained on
+            self._end_evaluation(evaluation.trained_on_ns)
+            return
+        if evaluation.of_module:
+            self._rejected += 1
+        else:  # batches that were read without gradients are trained on
+            self._trains_without = True
+            self._with_gradients.clear()
         self._close_evaluation()
 
     def _close_evaluation(self) -> None:
@@ -515,6 +563,10 @@ class Recognition:
         self.evaluates = False
         if self._recorder.status == Status.EVALUATING:
             self._recorder.set_status(Status.RUNNING)
+
+
+def _nothing() -> None:
+    """Stand for a reference to a module where there is none."""
 
 
 def _period(history: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -529,10 +581,16 @@ def _period(history: tuple[int, ...]) -> tuple[int, ...] | None:
 class _Evaluation:
     """A possible evaluation, until it is recorded or rejected."""
 
-    __slots__ = ("exhausted", "module", "start_ns", "work")
+    __slots__ = ("batches", "exhausted", "module", "start_ns", "trained_on_ns", "work")
 
     def __init__(self, start_ns: int = 0) -> None:
         self.start_ns = start_ns
-        self.module: Any = None  # was switched to `eval()`
+        self.module: Callable[[], Any] = _nothing  # was switched to `eval()`
         self.exhausted = False  # its loader has no further batch
+        self.batches = 0  # that began after it
+        self.trained_on_ns = 0  # start of the newest one, if its loader is also trained on
         self.work = (0, 0)  # samples and tokens of the step before it
+
+    @property
+    def of_module(self) -> bool:
+        return self.module is not _nothing

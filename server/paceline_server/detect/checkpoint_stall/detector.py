@@ -73,7 +73,7 @@ class CheckpointStallDetector(Detector):
         self._slow_until = -1  # newest step whose checkpoint was reported as slow
         self._other_steps: deque[float] = deque(maxlen=16)  # seconds of steps without a checkpoint
         self._since_seconds = 0.0
-        self._accident = 1.0  # of the newest checkpoint
+        self._accident = 1.0  # how much longer busy CPUs may have made the newest checkpoint
         self._active: dict[str, Finding] = {}
 
     def update(self, observation: Observation) -> list[Finding]:
