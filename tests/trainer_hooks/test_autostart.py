@@ -191,6 +191,16 @@ assert os.waitpid(child, 0)[1] == 0
     assert (reader.identity.world_size, reader.view().status) == (1, "finished")
 
 
+@pytest.mark.parametrize("value", ["", "1"])
+def test_a_script_may_import_torch_after_init(tmp_path: Path, value: str) -> None:
+    begun = "import paceline\npaceline.init()\n"
+    finished = python(begun + CREATE + STEPS, tmp_path, PACELINE=value)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    [ring] = rings(tmp_path)
+    found = {span.op for span in unpack(RingReader(tmp_path / ring).read())}
+    assert {Op.STEP, Op.BACKWARD, Op.OPTIMIZER} <= found
+
+
 def test_functions_that_are_replaced_can_be_pickled(tmp_path: Path) -> None:
     """A script may have another process save its checkpoints."""
     ending = """

@@ -268,6 +268,15 @@ def _recognize(session: Session, at_first_step: bool) -> None:
         _topology.recognize(all_are_known=at_first_step)
 
 
+def torch_is_loaded() -> None:
+    """Recognize steps and time torch.distributed also if the script imports torch after `init`."""
+    session = _session
+    if session is not None and not session.watches_torch:
+        session.guard(_wrap_torch, session, None)
+        session.guard(_recognize, session, False)
+        session.guard(session.watch_optimizers)
+
+
 def _wrap_torch(session: Session, mesh: Any | None) -> None:
     """Recognize steps and time torch.distributed, if they are loaded, as they are by then."""
     if sys.modules.get("torch") is not None:

@@ -230,6 +230,10 @@ class Session:
 
     # Recognition
 
+    @property
+    def watches_torch(self) -> bool:
+        return self._events is not None
+
     def watch_torch(self) -> None:
         """Recognize steps and their phases from now on. Torch is loaded."""
         if self._events is None:

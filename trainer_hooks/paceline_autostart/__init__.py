@@ -36,11 +36,16 @@ _started_in = 0  # pid: a process is started once, and so is a forked child
 
 
 def load() -> None:
-    """Prepare the start of the hooks if `PACELINE` asks for it; the entry point."""
-    value = asked()
-    if value in OFF:
-        return
+    """Prepare the start of the hooks if `PACELINE` asks for it; the entry point.
+
+    A script may have called `paceline.init` before it imported torch.
+    """
+    value, hooks = asked(), sys.modules.get("paceline.hooks")
     try:
+        if hooks is not None:
+            hooks.torch_is_loaded()
+        if value in OFF:
+            return
         if value in ON:
             _prepare(sys.modules["torch"])
         else:
