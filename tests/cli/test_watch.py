@@ -376,6 +376,29 @@ def test_a_command_that_an_error_ends_waits_for_the_reason(tmp_path: Path, error
     assert words.startswith("paceline: Rank 1 failed.\n") == wanted.exists()
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_command_without_a_training_says_so(tmp_path: Path, is_recorded: bool) -> None:
+    """The result that is a second old need not have a training that has just begun."""
+    path, wanted = tmp_path / "result.json", tmp_path / WANTED
+    path.write_text(json.dumps({"problems": []}))
+    job = {"job": "train", "created": time.time() + 60.0, "ended": False, "lines": []}
+    program = "from paceline_autostart import result; result.show_at_exit(lambda: False)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment(tmp_path, **{watched.VARIABLE: str(path)}),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        while command.poll() is None:
+            if wanted.exists():
+                wanted.unlink()
+                path.write_text(json.dumps({"problems": [job] * is_recorded}))
+            time.sleep(0.01)
+        _, words = command.communicate(timeout=60)
+    assert words.startswith("paceline: no training was recorded: ") != is_recorded
+    assert len(words.splitlines()) == 1
+
+
 def test_the_last_lines_say_so_if_the_reason_is_not_known_in_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

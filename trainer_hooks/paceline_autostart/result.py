@@ -2,7 +2,8 @@
 
 They are printed by the first process that imports torch, and not by those that it starts: by
 torchrun, also if a shell script calls it. If an error ends it, such as one of torchrun after a rank
-has failed, the reason may just be found: it waits some seconds for the end of the training.
+has failed, the reason may just be found: it waits some seconds for the end of the training. If no
+training was recorded, it says so.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ _NEW_SECONDS = 30.0  # a server rewrites the file every five seconds
 _MOST_BYTES = 1 << 24
 _POLL_SECONDS = 0.1
 _END_SECONDS = 5.0  # for the server to find out why the ranks ended
+_KNOWN_SECONDS = 1.0  # until the server knows of a training that has just begun
+_NOTHING_RECORDED = (
+    "no training was recorded: no process of it joined a process group or made a step with an "
+    "optimizer of torch. `paceline.init()` after `import torch` records other trainings"
+)
 _SIGNAL_OF_TORCHRUN = "sigval"  # attribute of the exception that a signal to torchrun raises
 
 
@@ -41,9 +47,12 @@ def _show_at_exit(path: str, pid: int, since: float, is_rank: Callable[[], bool]
     error = getattr(sys, "last_value", None)
     was_signaled = isinstance(error, KeyboardInterrupt) or hasattr(error, _SIGNAL_OF_TORCHRUN)
     is_complete = True
-    if error is not None and not was_signaled and os.getpid() == pid and not is_rank():
+    if not was_signaled and os.getpid() == pid and not is_rank():
         with suppress(Exception, KeyboardInterrupt):
-            is_complete = _await_end(path, since)
+            if error is not None:
+                is_complete = _await_end(path, since)
+            elif _is_without_training(path, since):
+                sys.stderr.write(f"paceline: {_NOTHING_RECORDED}\n")
     show(path, pid, since, is_complete=is_complete)
 
 
@@ -55,6 +64,20 @@ def _await_end(path: str, since: float) -> bool:
         if time.time() - written > _NEW_SECONDS:  # no local server writes it
             return True
         if written > began and all(each.get("ended", True) for each in jobs):
+            return True
+        with open(path + WANTED, "w", encoding="utf-8"):
+            time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _is_without_training(path: str, since: float) -> bool:
+    """Return whether a server that runs knows of no training of this command."""
+    began = time.time()
+    while time.time() - began < _END_SECONDS:
+        written, jobs = _read(path, since)
+        if jobs or time.time() - written > _NEW_SECONDS:
+            return False
+        if written > began + _KNOWN_SECONDS:
             return True
         with open(path + WANTED, "w", encoding="utf-8"):
             time.sleep(_POLL_SECONDS)
