@@ -376,6 +376,35 @@ def test_a_command_that_an_error_ends_waits_for_the_reason(tmp_path: Path, error
     assert words.startswith("paceline: Rank 1 failed.\n") == wanted.exists()
 
 
+def test_ranks_that_fail_while_the_server_starts_are_awaited(tmp_path: Path) -> None:
+    """A rank may fail to import a module before there is a result of any training."""
+    path, wanted = tmp_path / "result.json", tmp_path / WANTED
+    job = {
+        "job": "train",
+        "created": time.time() + 60.0,
+        "ended": True,
+        "lines": ["Rank 1 failed."],
+    }
+    program = (
+        "import sys; sys.last_value = ValueError(7); sys.last_value.failures = {0: None}; "
+        "from paceline_autostart import result; result.show_at_exit(lambda: False)"
+    )
+    contents = iter([{"problems": []}, {"problems": [job]}])
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment(tmp_path, **{watched.VARIABLE: str(path)}),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        while command.poll() is None:
+            if wanted.exists() and (content := next(contents, None)) is not None:
+                wanted.unlink()
+                path.write_text(json.dumps(content))
+            time.sleep(0.01)
+        _, words = command.communicate(timeout=60)
+    assert words.startswith("paceline: Rank 1 failed.\n")
+
+
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_a_command_without_a_training_says_so(tmp_path: Path, is_recorded: bool) -> None:
     """The result that is a second old need not have a training that has just begun."""

@@ -29,7 +29,9 @@ _NOTHING_RECORDED = (
     "no training was recorded: no process of it joined a process group or made a step with an "
     "optimizer of torch. `paceline.init()` after `import torch` records other trainings"
 )
-_SIGNAL_OF_TORCHRUN = "sigval"  # attribute of the exception that a signal to torchrun raises
+# Attributes of the exceptions of torchrun: after a signal to it, and after a rank has failed.
+_SIGNAL_OF_TORCHRUN = "sigval"
+_FAILURES_OF_TORCHRUN = "failures"
 
 
 def show_at_exit(is_rank: Callable[[], bool]) -> None:
@@ -50,20 +52,28 @@ def _show_at_exit(path: str, pid: int, since: float, is_rank: Callable[[], bool]
     if not was_signaled and os.getpid() == pid and not is_rank():
         with suppress(Exception, KeyboardInterrupt):
             if error is not None:
-                is_complete = _await_end(path, since)
+                has_ranks = hasattr(error, _FAILURES_OF_TORCHRUN)
+                is_complete = _await_end(path, since, has_ranks=has_ranks)
             elif _is_without_training(path, since):
                 sys.stderr.write(f"paceline: {_NOTHING_RECORDED}\n")
     show(path, pid, since, is_complete=is_complete)
 
 
-def _await_end(path: str, since: float) -> bool:
-    """Wait until the result has the end of all trainings of this command. Return whether it has."""
+def _await_end(path: str, since: float, *, has_ranks: bool) -> bool:
+    """Wait until the result has the end of all trainings of this command. Return whether it has.
+
+    Args:
+        path: of the file that `paceline_cli.watched` writes. Its server may just be starting.
+        since: see `show`.
+        has_ranks: whether there is a training, also if the result does not know of it yet.
+    """
     began = time.time()
     while time.time() - began < _END_SECONDS:
         written, jobs = _read(path, since)
-        if time.time() - written > _NEW_SECONDS:  # no local server writes it
+        if not has_ranks and time.time() - written > _NEW_SECONDS:  # no local server writes it
             return True
-        if written > began and all(each.get("ended", True) for each in jobs):
+        is_known = bool(jobs) or not has_ranks
+        if written > began and is_known and all(each.get("ended", True) for each in jobs):
             return True
         with open(path + WANTED, "w", encoding="utf-8"):
             time.sleep(_POLL_SECONDS)
@@ -97,14 +107,13 @@ def show(path: str, pid: int, since: float, *, is_complete: bool = True) -> None
         return
     with suppress(Exception):
         written, jobs = _read(path, since)
-        if time.time() - written > _NEW_SECONDS:
-            return
+        jobs = jobs if time.time() - written < _NEW_SECONDS else []
         lines = [
             f"{job['job']}: {line}" if len(jobs) > 1 else line
             for job in jobs
             for line in job["lines"]
         ]
-        if jobs and not is_complete:
+        if not is_complete:
             lines.append("why it ended is not known yet: ask `paceline watch` again in a minute")
         elif jobs:
             lines.append("`paceline watch` shows what was found in this training")
@@ -114,8 +123,14 @@ def show(path: str, pid: int, since: float, *, is_complete: bool = True) -> None
 
 
 def _read(path: str, since: float) -> tuple[float, list[dict[str, Any]]]:
-    """Return when a result was written, and the problems of the jobs that began since then."""
-    with open(path, encoding="utf-8") as file:
-        problems = json.loads(file.read(_MOST_BYTES))["problems"]
-        written = os.fstat(file.fileno()).st_mtime
+    """Return when a result was written, and the problems of the jobs that began since then.
+
+    Without a result, the time is 0.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            problems = json.loads(file.read(_MOST_BYTES))["problems"]
+            written = os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return 0.0, []
     return written, [each for each in problems if each["created"] >= since]
