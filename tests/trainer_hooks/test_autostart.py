@@ -191,6 +191,25 @@ assert os.waitpid(child, 0)[1] == 0
     assert (reader.identity.world_size, reader.view().status) == (1, "finished")
 
 
+@pytest.mark.parametrize(("passes", "is_recorded"), [(63, False), (80, True)])
+def test_a_training_without_an_optimizer_of_torch_is_recorded_after_some_passes(
+    tmp_path: Path, passes: int, is_recorded: bool
+) -> None:
+    updates = f"""
+for _ in range({passes}):
+    parameter.sum().backward()
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+"""
+    finished = python(CREATE + updates, tmp_path)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert rings(tmp_path) == ["job.g0.r0.ring"] * is_recorded
+    if is_recorded:
+        spans = unpack(RingReader(tmp_path / "job.g0.r0.ring").read())
+        assert [span.step for span in spans if span.op == Op.STEP] == list(range(passes - 64))
+
+
 @pytest.mark.parametrize("value", ["", "1"])
 def test_a_script_may_import_torch_after_init(tmp_path: Path, value: str) -> None:
     begun = "import paceline\npaceline.init()\n"

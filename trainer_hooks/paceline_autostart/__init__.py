@@ -2,16 +2,16 @@
 
 PyTorch calls each entry point of the group `torch.backends` at the end of its own import. It is a
 package of its own because every process that imports torch pays for it: without `PACELINE` it reads
-one variable. With it, two functions of torch start the hooks as `paceline.init()` does:
+one variable. With it, three functions of torch start the hooks as `paceline.init()` does:
 
     init_process_group        before it waits for the other ranks, if the launcher's variables
                               identify this one; else once the process group exists
     the first optimizer step  of a process that has none
+    `autograd.backward`       of a process that has neither after its 64th call, as one of Keras
 
 The adapters of frameworks (`frameworks.py`) also do, when their training begins. So only processes
-that train are recorded. torchrun, data loader workers and workers of
-torch.compile import torch too, but do neither. If an error ends a rank of torchrun earlier, that is
-reported.
+that train are recorded. torchrun, data loader workers and workers of torch.compile import torch
+too, but do none of them. If an error ends a rank of torchrun earlier, that is reported.
 
 An exception here would fail `import torch`. The name `paceline` is imported only at the start: a
 script that has imported it by then is expected to call `paceline.init` itself. If it did not, it is
@@ -31,6 +31,7 @@ from paceline_autostart.exits import before_exit, before_interrupt
 from paceline_autostart.variable import OFF, ON, asked
 
 _WORLD_SIZE = 3  # position among the arguments of `init_process_group`
+_BACKWARDS = 64  # as many microbatches may come before the first optimizer step
 
 _started_in = 0  # pid: a process is started once, and so is a forked child
 
@@ -64,6 +65,7 @@ def _prepare(torch: Any) -> None:
     before_interrupt(sys.modules["torch.multiprocessing.spawn"], _report_interrupt)
     optimizer = sys.modules["torch.optim.optimizer"]
     optimizer.register_optimizer_step_pre_hook(_before_optimizer_step)
+    torch.autograd.backward = _counting(torch.autograd.backward)
     if torch.distributed.is_available():
         _replace(torch.distributed.init_process_group, frameworks.is_imported_by_script)
 
@@ -106,6 +108,22 @@ def _before_optimizer_step(*_: Any) -> None:
     # Torch iterates over its hooks here, so this one cannot remove itself.
     if _started_in != os.getpid():
         _start(in_optimizer_step=True)
+
+
+def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `autograd.backward` that starts a process whose optimizer is not one of torch."""
+    left = _BACKWARDS
+
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            _start()
+        return original(*args, **kwargs)
+
+    backward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return backward
 
 
 def _report_early_error() -> None:
