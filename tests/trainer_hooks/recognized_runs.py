@@ -296,6 +296,18 @@ def evaluation_of_training_data_in_training_mode() -> None:
     trained_epochs(evaluate)
 
 
+def marked_evaluation_of_training_data() -> None:
+    def evaluate(model: nn.Module, batches: Any) -> None:
+        with paceline.evaluate():
+            model.eval()
+            for (batch,) in batches:
+                with torch.no_grad():
+                    model(batch)
+            model.train()
+
+    trained_epochs(evaluate)
+
+
 def evaluation_without_return() -> None:
     """The module stays in `eval()` for the next epoch, as in many a script."""
 
@@ -658,6 +670,7 @@ SCENARIOS: list[Callable[[], None]] = [
     evaluation_of_training_data_in_a_block,
     evaluation_of_training_data_by_batch,
     evaluation_of_training_data_in_training_mode,
+    marked_evaluation_of_training_data,
     evaluation_without_return,
     trained_in_evaluation_mode,
     read_without_gradients,

@@ -159,6 +159,12 @@ def test_an_evaluation_is_recorded_and_is_no_step(
             assert span.end_ns <= evaluation.start_ns or span.start_ns >= evaluation.end_ns
 
 
+def test_an_evaluation_that_the_script_marks_is_recorded_once(recorded: Recorded) -> None:
+    evaluations = of(recorded("marked_evaluation_of_training_data"), Op.EVALUATE)
+    assert len(evaluations) == 2
+    assert evaluations[0].end_ns <= evaluations[1].start_ns
+
+
 @pytest.mark.parametrize(
     "name",
     [

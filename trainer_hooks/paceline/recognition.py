@@ -182,9 +182,8 @@ class Recognition:
         self._drop_forward()
         loop.begin_wait()
         if not self.evaluates and self._begins_evaluation(loader, has_gradients=has_gradients):
-            self._begin_evaluation(perf_counter_ns())
-            self._evaluation.batches = 1
-            self._evaluation.module, self._switched = self._switched, _nothing
+            self._begin_evaluation(self._switched, batches=1)
+            self._switched = _nothing
         return True
 
     def _begins_evaluation(self, loader: int, *, has_gradients: bool) -> bool:
@@ -495,30 +494,33 @@ class Recognition:
     def evaluation_mode(self, module: Any) -> bool:
         """A module was switched to `eval()`. Return whether its `train()` is of interest."""
         loop = self._loop
-        if self.evaluates or not loop.has_steps or self._rejected >= MOST_REJECTED_EVALUATIONS:
+        if self.evaluates or not loop.has_steps or self._session.marks_evaluations:
+            return False
+        if self._rejected >= MOST_REJECTED_EVALUATIONS:
             return False
         if not loop.is_open:
             self._switched = weakref.ref(module)
             return True
-        self._begin_evaluation(perf_counter_ns())
-        self._evaluation.module = weakref.ref(module)
+        self._begin_evaluation(weakref.ref(module))
         return self.evaluates
 
     def training_mode(self, module: Any) -> bool:
-        """A module was switched to `train()`. Return whether this ended the evaluation."""
+        """A module was switched to `train()`. Return whether this is of no further interest."""
         if module is self._switched():
             self._switched = _nothing
         elif module is self._evaluation.module():
             self._end_evaluation()
         return not self.evaluates and self._switched() is None
 
-    def _begin_evaluation(self, now_ns: int) -> None:
+    def _begin_evaluation(self, module: Callable[[], Any], batches: int = 0) -> None:
+        """Begin one, unless the script or an adapter marks it; the arguments are as in
+        `_Evaluation`."""
         session = self._session
         checkpoints = session.checkpoint.start or session.framework_checkpoint.start
         if session.marks_evaluations or session.evaluate.start or checkpoints:
             return
         self._drop_forward()
-        self._evaluation = _Evaluation(now_ns)
+        self._evaluation = _Evaluation(perf_counter_ns(), module, batches)
         self.evaluates = True
         self._evaluation.work = self._loop.work.samples, self._loop.work.tokens
         if self._recorder.status == Status.RUNNING:
@@ -583,11 +585,13 @@ class _Evaluation:
 
     __slots__ = ("batches", "exhausted", "module", "start_ns", "trained_on_ns", "work")
 
-    def __init__(self, start_ns: int = 0) -> None:
+    def __init__(
+        self, start_ns: int = 0, module: Callable[[], Any] = _nothing, batches: int = 0
+    ) -> None:
         self.start_ns = start_ns
-        self.module: Callable[[], Any] = _nothing  # was switched to `eval()`
+        self.module = module  # returns what was switched to `eval()`
+        self.batches = batches  # that were fetched since it began
         self.exhausted = False  # its loader has no further batch
-        self.batches = 0  # that began after it
         self.trained_on_ns = 0  # start of the newest one, if its loader is also trained on
         self.work = (0, 0)  # samples and tokens of the step before it
 

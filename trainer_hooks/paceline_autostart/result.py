@@ -26,8 +26,8 @@ _POLL_SECONDS = 0.1
 _END_SECONDS = 5.0  # for the server to find out why the ranks ended
 _KNOWN_SECONDS = 1.0  # until the server knows of a training that has just begun
 _NOTHING_RECORDED = (
-    "no training was recorded: no process of it joined a process group, made a step with an "
-    "optimizer of torch, or 64 backward passes. `paceline.init()` records it from its call on"
+    "no training was recorded: no process joined a process group, made a step with an optimizer "
+    "of torch, or 64 backward passes. `paceline.init()` records a training from its call on"
 )
 # Attributes of the exceptions of torchrun: after a signal to it, and after a rank has failed.
 _SIGNAL_OF_TORCHRUN = "sigval"

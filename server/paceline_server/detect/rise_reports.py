@@ -24,7 +24,7 @@ from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
 from paceline_server.detect.statistics.spells import Spells
 from paceline_server.percent import percent
 
-_DIAGNOSIS_NS = 1_000_000_000  # between looks for an unknown cause: nodes are measured as often
+_DIAGNOSIS_NS = 1_000_000_000  # from one search for an unknown cause to the next
 
 
 @dataclass(slots=True)
