@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -353,19 +354,29 @@ def test_problems_of_several_jobs_have_their_names(
     assert capsys.readouterr().err.startswith("paceline: one: one hangs.\npaceline: two: two")
 
 
+def a_job(**problems: Any) -> dict[str, Any]:
+    """Return a job of a result that began after the command."""
+    return {"job": "train", "created": time.time() + 60.0, "lines": []} | problems
+
+
+def ending(path: Path, error: str) -> subprocess.Popen[str]:
+    """Start a command with this result, which the error ends."""
+    program = f"import sys; sys.last_value = {error}; from paceline_autostart import result; "
+    return subprocess.Popen(
+        [sys.executable, "-c", program + "result.show_at_exit(lambda: False)"],
+        env=environment(path.parent, **{watched.VARIABLE: str(path)}),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize("error", ["ValueError(7)", "KeyboardInterrupt()"])
 def test_a_command_that_an_error_ends_waits_for_the_reason(tmp_path: Path, error: str) -> None:
     """torchrun ends within a second after its rank, when the result of five seconds ago is old."""
     path, wanted = tmp_path / "result.json", tmp_path / WANTED
-    job = {"job": "train", "created": time.time() + 60.0, "ended": False, "lines": []}
+    job = a_job(ended=False)
     path.write_text(json.dumps({"problems": [job]}))
-    program = f"import sys; sys.last_value = {error}; from paceline_autostart import result; "
-    with subprocess.Popen(
-        [sys.executable, "-c", program + "result.show_at_exit(lambda: False)"],
-        env=environment(tmp_path, **{watched.VARIABLE: str(path)}),
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as command:
+    with ending(path, error) as command:
         while command.poll() is None and not wanted.exists():
             time.sleep(0.01)
         assert wanted.exists() == (error != "KeyboardInterrupt()")
@@ -376,54 +387,36 @@ def test_a_command_that_an_error_ends_waits_for_the_reason(tmp_path: Path, error
     assert words.startswith("paceline: Rank 1 failed.\n") == wanted.exists()
 
 
-def test_ranks_that_fail_while_the_server_starts_are_awaited(tmp_path: Path) -> None:
-    """A rank may fail to import a module before there is a result of any training."""
+def last_words_of(tmp_path: Path, error: str, *results: list[dict[str, Any]]) -> str:
+    """Return the last words of a command that this error ends, which reads these results in turn.
+
+    The last one is written each time that another one is asked for.
+    """
     path, wanted = tmp_path / "result.json", tmp_path / WANTED
-    job = {
-        "job": "train",
-        "created": time.time() + 60.0,
-        "ended": True,
-        "lines": ["Rank 1 failed."],
-    }
-    program = (
-        "import sys; sys.last_value = ValueError(7); sys.last_value.failures = {0: None}; "
-        "from paceline_autostart import result; result.show_at_exit(lambda: False)"
-    )
-    contents = iter([{"problems": []}, {"problems": [job]}])
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env=environment(tmp_path, **{watched.VARIABLE: str(path)}),
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as command:
+    left = list(results)
+    with ending(path, error) as command:
         while command.poll() is None:
-            if wanted.exists() and (content := next(contents, None)) is not None:
+            if wanted.exists():
                 wanted.unlink()
-                path.write_text(json.dumps(content))
+                path.write_text(json.dumps({"problems": left[0]}))
+                left = left[1:] or left
             time.sleep(0.01)
         _, words = command.communicate(timeout=60)
+    return words
+
+
+def test_ranks_that_fail_while_the_server_starts_are_awaited(tmp_path: Path) -> None:
+    """A rank may fail to import a module before there is a result of any training."""
+    failed = a_job(ended=True, lines=["Rank 1 failed."])
+    words = last_words_of(tmp_path, 'type("", (Exception,), {"failures": {}})()', [], [failed])
     assert words.startswith("paceline: Rank 1 failed.\n")
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_a_command_without_a_training_says_so(tmp_path: Path, is_recorded: bool) -> None:
     """The result that is a second old need not have a training that has just begun."""
-    path, wanted = tmp_path / "result.json", tmp_path / WANTED
-    path.write_text(json.dumps({"problems": []}))
-    job = {"job": "train", "created": time.time() + 60.0, "ended": False, "lines": []}
-    program = "from paceline_autostart import result; result.show_at_exit(lambda: False)"
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env=environment(tmp_path, **{watched.VARIABLE: str(path)}),
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as command:
-        while command.poll() is None:
-            if wanted.exists():
-                wanted.unlink()
-                path.write_text(json.dumps({"problems": [job] * is_recorded}))
-            time.sleep(0.01)
-        _, words = command.communicate(timeout=60)
+    (tmp_path / "result.json").write_text(json.dumps({"problems": []}))
+    words = last_words_of(tmp_path, "None", [a_job(ended=False)] * is_recorded)
     assert words.startswith("paceline: no training was recorded: ") != is_recorded
     assert len(words.splitlines()) == 1
 

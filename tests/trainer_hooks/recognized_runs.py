@@ -223,9 +223,7 @@ def evaluation_by_its_loader() -> None:
         model(batch).sum().backward()
         optimizer.step()
         if number in (2, STEPS - 1):
-            for (other,) in validation:
-                with torch.no_grad():
-                    model(other)
+            predict(model, validation)
 
 
 def evaluation_without_loader() -> None:
@@ -252,72 +250,60 @@ def trained_epochs(evaluate: Callable[[nn.Module, Any], None]) -> None:
         evaluate(model, batches)
 
 
-def evaluation_of_training_data() -> None:
-    def evaluate(model: nn.Module, batches: Any) -> None:
-        model.eval()
-        for (batch,) in batches:
-            with torch.no_grad():
-                model(batch)
-        model.train()
+def predict(model: nn.Module, batches: Any) -> None:
+    """Switch gradients off inside the loop only, which reads the batches with gradients on."""
+    for (batch,) in batches:
+        with torch.no_grad():
+            model(batch)
 
+
+def evaluate(model: nn.Module, batches: Any) -> None:
+    model.eval()
+    predict(model, batches)
+    model.train()
+
+
+def evaluation_of_training_data() -> None:
     trained_epochs(evaluate)
 
 
 def evaluation_of_training_data_in_a_block() -> None:
-    def evaluate(model: nn.Module, batches: Any) -> None:
-        model.eval()
-        with torch.no_grad():
-            for (batch,) in batches:
-                model(batch)
-        model.train()
-
-    trained_epochs(evaluate)
+    trained_epochs(torch.no_grad()(evaluate))
 
 
 def evaluation_of_training_data_by_batch() -> None:
     """As Ignite does: the module is switched for each batch."""
 
-    def evaluate(model: nn.Module, batches: Any) -> None:
+    def evaluate_by_batch(model: nn.Module, batches: Any) -> None:
         for (batch,) in batches:
             model.eval()
             with torch.no_grad():
                 model(batch)
         model.train()
 
-    trained_epochs(evaluate)
+    trained_epochs(evaluate_by_batch)
 
 
 def evaluation_of_training_data_in_training_mode() -> None:
-    def evaluate(model: nn.Module, batches: Any) -> None:
-        with torch.inference_mode():
-            for (batch,) in batches:
-                model(batch)
-
-    trained_epochs(evaluate)
+    trained_epochs(torch.inference_mode()(predict))
 
 
 def marked_evaluation_of_training_data() -> None:
-    def evaluate(model: nn.Module, batches: Any) -> None:
+    def marked(model: nn.Module, batches: Any) -> None:
         with paceline.evaluate():
-            model.eval()
-            for (batch,) in batches:
-                with torch.no_grad():
-                    model(batch)
-            model.train()
+            evaluate(model, batches)
 
-    trained_epochs(evaluate)
+    trained_epochs(marked)
 
 
 def evaluation_without_return() -> None:
     """The module stays in `eval()` for the next epoch, as in many a script."""
 
-    def evaluate(model: nn.Module, batches: Any) -> None:
+    def evaluate_only(model: nn.Module, batches: Any) -> None:
         model.eval()
-        for (batch,) in batches:
-            with torch.no_grad():
-                model(batch)
+        predict(model, batches)
 
-    trained_epochs(evaluate)
+    trained_epochs(evaluate_only)
 
 
 def trained_in_evaluation_mode() -> None:

@@ -568,7 +568,7 @@ class Recognition:
 
 
 def _nothing() -> None:
-    """Stand for a reference to a module where there is none."""
+    """Return no module, as a weak reference does whose module is gone."""
 
 
 def _period(history: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -68,30 +68,33 @@ def _await_end(path: str, since: float, *, has_ranks: bool) -> bool:
         has_ranks: whether there is a training, also if the result does not know of it yet.
     """
     began = time.time()
-    while time.time() - began < _END_SECONDS:
-        written, jobs = _read(path, since)
+    for written, jobs in _newer_results(path, since):
         if not has_ranks and time.time() - written > _NEW_SECONDS:  # no local server writes it
             return True
         is_known = bool(jobs) or not has_ranks
         if written > began and is_known and all(each.get("ended", True) for each in jobs):
             return True
-        with open(path + WANTED, "w", encoding="utf-8"):
-            time.sleep(_POLL_SECONDS)
     return False
 
 
 def _is_without_training(path: str, since: float) -> bool:
     """Return whether a server that runs knows of no training of this command."""
     began = time.time()
-    while time.time() - began < _END_SECONDS:
-        written, jobs = _read(path, since)
+    for written, jobs in _newer_results(path, since):
         if jobs or time.time() - written > _NEW_SECONDS:
             return False
         if written > began + _KNOWN_SECONDS:
             return True
+    return False
+
+
+def _newer_results(path: str, since: float) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+    """Yield what `_read` returns, and have the result written again, for `_END_SECONDS`."""
+    began = time.time()
+    while time.time() - began < _END_SECONDS:
+        yield _read(path, since)
         with open(path + WANTED, "w", encoding="utf-8"):
             time.sleep(_POLL_SECONDS)
-    return False
 
 
 def show(path: str, pid: int, since: float, *, is_complete: bool = True) -> None:
