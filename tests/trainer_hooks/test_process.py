@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_wire.ending import Ending, read_ending
+from paceline_wire.ending import Ending, fault_path, read_ending, read_fault
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Op, unpack
 from tests import forked_python
@@ -343,6 +343,80 @@ for batch in paceline.steps(range(10)):
     assert [frame.op for frame in view.frames] == [Op.STEP, Op.FORWARD, 1024]
     complete = [span.step for span in unpack(reader.read()) if span.op == Op.STEP]
     assert complete == [0, 1, 2, 3]
+
+
+FAULTS = """
+import faulthandler, os, signal, sys, paceline
+def kernel(number):
+    signal.raise_signal(number)
+{before}
+paceline.init()
+{after}
+for step in paceline.steps(range(10)):
+    if step == 4:
+        kernel({number})
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL]
+)
+def test_a_fatal_signal_leaves_the_python_line_and_ends_the_process_as_ever(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    finished = run(FAULTS.format(before="", after="", number=number), tmp_path)
+    assert finished.returncode == -number
+    assert finished.stderr == ""
+    fatal, _, *frames = read_fault(tmp_path / RING, os.getuid()).splitlines()
+    assert fatal.startswith("Fatal Python error: ")
+    assert frames[0] == '  File "<string>", line 4 in kernel'
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stream"),
+    [
+        ("faulthandler.enable(sys.stdout)", "", "stdout"),
+        ("", "faulthandler.enable(sys.stdout)", "stdout"),
+        ("", "faulthandler.disable()", None),
+        ("signal.signal(signal.SIGSEGV, lambda *_: os._exit(7))", "", None),
+    ],
+)
+def test_a_script_that_handles_fatal_signals_has_them_to_itself(
+    tmp_path: Path, before: str, after: str, stream: str | None
+) -> None:
+    source = FAULTS.format(before=before, after=after, number=signal.SIGSEGV)
+    finished = run(source, tmp_path)
+    assert finished.returncode == (7 if "_exit" in before else -signal.SIGSEGV)
+    assert read_fault(tmp_path / RING, os.getuid()) == ""
+    assert stream is None or "line 4 in kernel" in getattr(finished, stream)
+
+
+def test_a_fatal_signal_in_a_forked_child_is_not_the_ranks(tmp_path: Path) -> None:
+    child = "child = os.fork()\nif child:\n    os.waitpid(child, 0)\n    os._exit(0)"
+    finished = run(FAULTS.format(before="", after=child, number=signal.SIGSEGV), tmp_path)
+    assert finished.returncode == 0
+    assert fault_path(tmp_path / RING).read_text() == ""
+
+
+def test_the_stacks_are_written_beside_the_ring_of_the_generation(tmp_path: Path) -> None:
+    again = "paceline.finish()\nos.environ['PACELINE_GENERATION'] = '1'\npaceline.init()"
+    run(FAULTS.format(before="", after=again, number=signal.SIGSEGV), tmp_path)
+    assert read_fault(tmp_path / RING, os.getuid()) == ""
+    assert "kernel" in read_fault(tmp_path / RING.replace("g0", "g1"), os.getuid())
+
+
+def test_a_script_that_closes_all_descriptors_has_no_stacks_in_a_file_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """A new generation must not take the number of the descriptor, which is of another file."""
+    own = tmp_path / "own"
+    own.mkdir()
+    others = f"files = [open(f'{own}/{{n}}', 'w') for n in range(32)]"
+    again = "paceline.finish()\nos.environ['PACELINE_GENERATION'] = '1'\npaceline.init()"
+    write = "for file in files: print('own', end='', file=file, flush=True)"
+    after = f"os.closerange(3, 256)\n{others}\n{again}\n{write}"
+    run(FAULTS.format(before="", after=after, number="'none'"), tmp_path)
+    assert [path.read_text() for path in own.iterdir()] == ["own"] * 32
 
 
 def test_a_forked_child_leaves_the_ring_alone(tmp_path: Path) -> None:

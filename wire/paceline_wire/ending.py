@@ -3,19 +3,28 @@
 The hooks write it when an exception of Python or C++ ends the rank, and the adapter of a launcher
 writes the exit status. The agent reads it once the process is gone. The file's time of modification
 is that of the first of them.
+
+If a fatal signal ends the rank, JOB.gGENERATION.rRANK.fault has its Python stacks, written by
+`faulthandler`. It is empty until then.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
+from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV
 
 import msgspec
 from msgspec.structs import replace
 
 ERROR_CHARACTERS = 8192  # the end of a longer traceback is kept
+# Those that `faulthandler` handles.
+FATAL_SIGNALS = frozenset({SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV})
 _FILE_BYTES = 1 << 16
+_FATAL = re.compile(r"^Fatal Python error: .+", re.MULTILINE)
+_STACK = re.compile(r"^(?:Current thread|Thread) .*\n(?:  File .*\n?)+", re.MULTILINE)
 ROOT = 0
 
 
@@ -91,16 +100,57 @@ def reported_ns(ring: Path) -> int | None:
 def read_ending(ring: Path, owner: int) -> Ending | None:
     """Return the content; None if there is no valid file of this user or of root."""
     try:
-        descriptor = os.open(ending_path(ring), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+        return _checked(_DECODER.decode(_read(ending_path(ring), owner)))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
+
+
+def fault_path(ring: Path) -> Path:
+    """Return the path of the file with the Python stacks of the rank with this ring."""
+    return ring.with_suffix(".fault")
+
+
+def create_fault_file(ring: Path) -> int:
+    """Create the file, instead of one of an earlier run. Return a descriptor to write to it.
+
+    Raises OSError if the directory cannot be written.
+    """
+    path = fault_path(ring)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+    os.fchmod(descriptor, file_mode(path.parent))
+    return descriptor
+
+
+def read_fault(ring: Path, owner: int) -> str:
+    """Return the `fatal_stack` in the file; empty if there is none of this user or of root."""
+    try:
+        text = _read(fault_path(ring), owner).decode(errors="replace")
+    except OSError:
+        return ""
+    return fatal_stack(text).replace("\0", "")[:ERROR_CHARACTERS]
+
+
+def fatal_stack(text: str) -> str:
+    """Return the error that `faulthandler` reports in this text, and the stack of its thread.
+
+    A thread of a library may have no Python stack: then that of the main thread, the last one.
+    """
+    fatal = _FATAL.search(text)
+    if fatal is None:
+        return ""
+    stacks = [found[0] for found in _STACK.finditer(text, fatal.end())] or [""]
+    return f"{fatal[0]}\n{next((s for s in stacks if s.startswith('Current')), stacks[-1])}"
+
+
+def _read(path: Path, owner: int) -> bytes:
+    """Return the content. Raises OSError if it is not a file of this user or of root."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (owner, ROOT):
-            return None
-        return _checked(_DECODER.decode(os.read(descriptor, _FILE_BYTES)))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
+            raise PermissionError(f"{path} is not a file of user {owner}")
+        return os.read(descriptor, _FILE_BYTES)
     finally:
         os.close(descriptor)
 

@@ -24,7 +24,7 @@ from paceline_agent.collect.exit_status import ExitStatus
 from paceline_agent.collect.process_environment import read_environment
 from paceline_agent.collect.processes import ProcessKey, is_running, parent_of, session_of
 from paceline_wire.batch import RankExited
-from paceline_wire.ending import Ending, read_ending, reported_ns
+from paceline_wire.ending import FATAL_SIGNALS, Ending, read_ending, read_fault, reported_ns
 from paceline_wire.metadata import SLURM_JOB
 from paceline_wire.ring import RingReader
 
@@ -92,8 +92,14 @@ class RankEnd:
             signal=ending.signal,
             launcher_signal=ending.launcher_signal,
             launcher_gone=torchrun is not None and not is_running(self._procfs_root, torchrun),
-            log_tail=ending.error,
+            log_tail="\n".join(filter(None, (ending.error, self.fatal_stack(ending.signal)))),
         )
+
+    def fatal_stack(self, signal: int | None) -> str:
+        """Return the Python stack of the rank that this signal ended; empty if it left none."""
+        if signal not in FATAL_SIGNALS:
+            return ""
+        return read_fault(self._reader.path, self._reader.status.st_uid)
 
     def _is_consequence(self, code: int, ending: Ending) -> bool:
         """Return whether what was reported before explains this exit status.

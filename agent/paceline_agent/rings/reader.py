@@ -48,7 +48,7 @@ from paceline_wire.batch import (
     RankState,
     SpanBlock,
 )
-from paceline_wire.ending import ending_path
+from paceline_wire.ending import ending_path, fault_path
 from paceline_wire.metadata import KUBERNETES_JOB, SLURM_JOB
 from paceline_wire.ring import (
     Acknowledgement,
@@ -206,6 +206,11 @@ class Rings:
                 if self._read(attached, with_state=True):
                     self._drop(attached, delete=True)
         self.supervised.pop(key, None)
+
+    def fatal_stack(self, key: RankKey, signal: int | None) -> str:
+        """Return `RankEnd.fatal_stack` of a rank, whose ring is not finished yet."""
+        rings = (attached for attached in self._attached.values() if attached.key == key)
+        return next((attached.end.fatal_stack(signal) for attached in rings), "")
 
     def remove_before(self, job: str, generation: int) -> None:
         """Delete the rings of older generations of `job`."""
@@ -573,6 +578,7 @@ class Rings:
         if delete and inode_of(attached.reader.path) == attached.inode:
             try:
                 ending_path(attached.reader.path).unlink(missing_ok=True)
+                fault_path(attached.reader.path).unlink(missing_ok=True)
                 attached.reader.path.unlink(missing_ok=True)
             except OSError as error:  # the directory was prepared by root
                 self._refuse(

@@ -3,6 +3,7 @@
 Python reports it in a traceback. C++ reports an exception that nothing caught as `terminate called
 after throwing an instance of 'TYPE'` and, in the next line, `what():  TEXT`, and aborts the
 process: so end a thread of NCCL or gloo that lost its peer, timed out or found an error of the GPU.
+`faulthandler` reports the Python line at which a signal such as SIGSEGV ended the process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from paceline_wire.ending import fatal_stack
 from paceline_wire.stacks import CALLERS, is_installed
 
 _CONSEQUENCE = re.compile(
@@ -63,6 +65,7 @@ _ASSERTED = "device-side assert triggered"
 _CPP_FRAME = "frame #"
 # The lines of a frame in a traceback: its place, its source if it raises, and the marks below it.
 _FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?')
+_FATAL_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _TORCH_FILE = "/torch/"
 _CALLERS = re.compile(f"/({'|'.join(sorted(CALLERS))})/")  # wherever they are installed
 _RAISE = re.compile(r"    raise\b")
@@ -76,7 +79,8 @@ def error_line(log_tail: str) -> str:
 
     If a traceback has several errors, the last one that is not the consequence of a peer's end.
     """
-    return _first_cause(_raised_errors(log_tail), log_tail) or _last_line(log_tail)
+    raised = _first_cause(_raised_errors(log_tail), log_tail)
+    return raised or fatal_stack(log_tail).partition("\n")[0] or _last_line(log_tail)
 
 
 def error_place(log_tail: str) -> str | None:
@@ -89,8 +93,21 @@ def error_place(log_tail: str) -> str | None:
     errors = (e for e in reversed(raised) if e.places and line.startswith(e.line))
     if (error := next(errors, None)) is None:
         return None
-    own = [p for p in error.places if not is_installed(p) and not _CALLERS.search(p)]
-    return (own or error.places)[-1]
+    return (_own(error.places) or error.places)[-1]
+
+
+def fatal_place(log_tail: str) -> str | None:
+    """Return where a signal ended the process, "FILE:LINE FUNCTION", or None.
+
+    It is the innermost place in the script's own files, if there is one.
+    """
+    places = [f"{f[1]}:{f[2]} {f[3]}" for f in _FATAL_FRAME.finditer(fatal_stack(log_tail))]
+    return next(iter(_own(places) or places), None)
+
+
+def _own(places: list[str]) -> list[str]:
+    """Return the places in the script's own files."""
+    return [p for p in places if not is_installed(p) and not _CALLERS.search(p)]
 
 
 def abort_line(log_tail: str, *, is_error: bool) -> str:

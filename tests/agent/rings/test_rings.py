@@ -33,7 +33,7 @@ from paceline_wire.batch import (
     Sample,
     SpanBlock,
 )
-from paceline_wire.ending import Ending, ending_path, write_ending
+from paceline_wire.ending import Ending, ending_path, fault_path, write_ending
 from paceline_wire.metadata import SLURM_JOB
 from paceline_wire.ring import Identity, RingFile, SectionDefinition
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
@@ -406,6 +406,29 @@ def test_a_rank_that_was_killed_is_reported_without_waiting_for_torchrun(
         exited = bench.poll()[0][-1]
     assert isinstance(exited, RankExited)
     assert exited.signal == signal.SIGKILL
+
+
+def test_the_python_stack_of_a_rank_that_a_fatal_signal_ended_is_reported(bench: Bench) -> None:
+    fault = "import faulthandler; faulthandler.enable(open(path, 'w')); os.abort()"
+    path = fault_path(bench.directory / "job.g0.r0.ring")
+    with rank_process(bench, f"path = {str(path)!r}; {fault}") as process:
+        process.communicate(b"\n")
+        exited = bench.poll()[0][-1]
+    assert isinstance(exited, RankExited)
+    assert exited.signal == signal.SIGABRT
+    assert exited.log_tail.startswith("Fatal Python error: Aborted\nCurrent thread 0x")
+    assert exited.log_tail.endswith('  File "<string>", line 1 in <module>\n')
+    assert list(bench.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", "Fatal Python error: Aborted", "\0\xff no stack"])
+def test_a_file_without_a_stack_is_no_report(bench: Bench, content: str) -> None:
+    with rank_process(bench, "os.abort()") as process:
+        fault_path(bench.directory / "job.g0.r0.ring").write_text(content)
+        process.communicate(b"\n")
+        exited = bench.poll()[0][-1]
+    assert isinstance(exited, RankExited)
+    assert exited.log_tail == (f"{content}\n" if content.startswith("Fatal") else "")
 
 
 def test_a_rank_that_a_signal_ended_in_good_order_is_reported_with_the_signal(

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from simulated_job import WORLD, SimulatedJob
 
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.raised_error import error_line, error_place
+from paceline_server.detect.raised_error import error_line, error_place, fatal_place
 from paceline_wire.batch import RankState
 from paceline_wire.ring import GroupProgress
 from paceline_wire.spans import NONE_16, NONE_32, Op
@@ -133,6 +133,49 @@ def test_the_evidence_of_an_error_says_where_it_was_raised(job):
     texts = [one.text for one in found.evidence]
     error = RAISED_IN_TORCH.splitlines()[-1]
     assert texts[1] == f"its log: {error}, raised in /home/me/train.py:30 train"
+
+
+STACKS = """Fatal Python error: Segmentation fault
+
+Thread 0x00007ff79c8996c0 (most recent call first):
+  File "/home/me/logging.py", line 6 in write
+
+{current}hread 0x00007ff79d62ab80 (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/opt/lib/python3.11/site-packages/torch/_ops.py", line 9 in __call__
+  File "/home/me/model.py", line 88 in forward
+  File "/home/me/train.py", line 30 in <module>
+
+Extension modules: numpy.core._multiarray_umath (total: 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log_tail", "place"),
+    [
+        (STACKS.format(current="Current t"), "/home/me/model.py:88 forward"),
+        (STACKS.format(current="T"), "/home/me/model.py:88 forward"),  # a thread without a stack
+        (STACKS.format(current="T").replace("/home/me", "/opt/site-packages"), "__init__.py:519"),
+        ("Fatal Python error: Aborted\n", None),
+        (RAISED_IN_TORCH, None),
+        ("", None),
+    ],
+)
+def test_the_place_of_a_fatal_signal_is_the_innermost_one_of_the_script(log_tail, place):
+    found = fatal_place(log_tail)
+    assert found is None if place is None else place in found
+
+
+def test_a_fatal_signal_is_reported_with_the_python_line(job):
+    job.exit(5, signal=11, log_tail=f"step 3\n{STACKS.format(current='Current t')}")
+    job.now_ns += 10**8
+    [found] = job.tick(job.now_ns).findings
+    assert found.summary == "Rank 5 (node-2) was killed by SIGSEGV in model.py:88 forward."
+    assert found.cause == "killed by SIGSEGV"
+    assert [one.text for one in found.evidence][1:3] == [
+        "its log: Fatal Python error: Segmentation fault",
+        "its Python line when it was killed: /home/me/model.py:88 forward",
+    ]
 
 
 def test_an_abort_after_a_timeout_of_the_watchdog_names_the_collective_that_timed_out(job):

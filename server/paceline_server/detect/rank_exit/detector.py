@@ -19,6 +19,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import ClassVar
 
 from msgspec.structs import replace as replace_fields
@@ -43,6 +44,7 @@ from paceline_server.detect.observation import (
 from paceline_server.detect.raised_error import (
     error_line,
     error_place,
+    fatal_place,
     names_missing_connection,
 )
 from paceline_server.detect.rank_exit.ending import (
@@ -364,10 +366,15 @@ class ExitDetector(Detector):
             place = error_place(event.log_tail)
             raised = f", raised in {place}" if place else ""
             evidence.append(Evidence(f"its log: {quote}{raised}"))
+        fatal = fatal_place(event.log_tail)
+        if fatal is not None:
+            evidence.append(Evidence(f"its Python line when it was killed: {fatal}"))
         evidence += memory_evidence(culprit, observation, is_sure=killed is not None)
         together = self._ended_together(culprit)
         rank = event.rank if len(together) == 1 else None
         subject, how = self.generation.subject(event.rank), predicate(cause)
+        if fatal is not None and rank is not None and cause == ending(event):
+            how += f" in {PurePath(fatal).name}"
         if rank is None:
             subject = f"R{ranks_text(together)[1:]} ({culprit.node})"
             evidence += _endings(together, observation)
