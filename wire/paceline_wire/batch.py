@@ -28,7 +28,7 @@ from paceline_wire.ring import (
     StateView,
 )
 from paceline_wire.spans import RECORD_BYTES
-from paceline_wire.stacks import ThreadStack
+from paceline_wire.stacks import ProfiledStack, ThreadStack
 
 VERSION = 2
 _READ_VERSIONS = (1, 2)  # version 1 has no blocks of samples
@@ -231,6 +231,21 @@ class RankStackTraces(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stack
     error: str | None = None
 
 
+class RankProfile(msgspec.Struct, frozen=True, kw_only=True, tag="rank_profile"):
+    """How often each stack of a rank's main thread was found, of `samples` at regular intervals.
+
+    `time_ns`: their end. `error` is the reason if they could not be taken.
+    """
+
+    time_ns: int
+    job: str
+    generation: int
+    rank: int
+    samples: int = 0
+    stacks: list[ProfiledStack] = []
+    error: str | None = None
+
+
 class RankDump(msgspec.Struct, frozen=True, kw_only=True, tag="rank_dump"):
     """A rank's Flight Recorder dump, packed by `dumps.pack`; `error`: the reason if there is none.
 
@@ -288,6 +303,7 @@ Event = (
     | RankState
     | RankAcknowledged
     | RankStackTraces
+    | RankProfile
     | RankDump
     | CommandResult
     | DeviceEvent
@@ -500,6 +516,7 @@ __all__ = [
     "RankDefined",
     "RankDump",
     "RankExited",
+    "RankProfile",
     "RankStackTraces",
     "RankStarted",
     "RankState",

@@ -86,6 +86,17 @@ class TakeStacks(msgspec.Struct, frozen=True, kw_only=True, tag="take_stacks"):
     ranks: list[int]
 
 
+class TakeProfiles(msgspec.Struct, frozen=True, kw_only=True, tag="take_profiles"):
+    """Sample the Python stacks of local ranks for some seconds, without pausing them; one
+    `RankProfile` each."""
+
+    command_id: int
+    job: str
+    generation: int
+    ranks: list[int]
+    seconds: float
+
+
 class TakeDumps(msgspec.Struct, frozen=True, kw_only=True, tag="take_dumps"):
     """Have local ranks write their Flight Recorder dumps; one `RankDump` each."""
 
@@ -140,6 +151,7 @@ Order = (
     | StopGeneration
     | ControlRanks
     | TakeStacks
+    | TakeProfiles
     | TakeDumps
     | EndRanks
     | Burst

@@ -1,4 +1,4 @@
-"""The Python stacks of one process, read from outside it, with a limited size."""
+"""The Python stacks of one process, read from outside it once or often, with a limited size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 
 MAXIMUM_THREADS = 32
 MAXIMUM_FRAMES = 48  # per thread; the innermost ones
+MAXIMUM_STACKS = 64  # per profile; the most frequent ones
 MAXIMUM_TEXT = 200  # characters per name or path
 
 # Packages that only call the script or wait for it, so that its own line is more useful.
@@ -43,23 +44,44 @@ class ThreadStack(msgspec.Struct, frozen=True):
     child_pid: int | None = None
 
 
+class ProfiledStack(msgspec.Struct, frozen=True, array_like=True):
+    """One stack of a profile, innermost frame first, and in how many samples it was found."""
+
+    frames: list[StackFrame]
+    samples: int
+
+
 def bounded(threads: list[ThreadStack]) -> list[ThreadStack]:
     """Return the stacks within the limits above, without NUL characters."""
     return [
         msgspec.structs.replace(
             thread,
             name=plain(thread.name),
-            frames=[
-                msgspec.structs.replace(
-                    frame,
-                    function=plain(frame.function),
-                    file=plain(frame.file),
-                    line=max(frame.line, 0),
-                )
-                for frame in thread.frames[:MAXIMUM_FRAMES]
-            ],
+            frames=_bounded_frames(thread.frames),
         )
         for thread in threads[:MAXIMUM_THREADS]
+    ]
+
+
+def bounded_profile(stacks: list[ProfiledStack]) -> list[ProfiledStack]:
+    """Return the most frequent stacks within the limits above, without NUL characters."""
+    most = sorted(stacks, key=lambda stack: -stack.samples)[:MAXIMUM_STACKS]
+    return [
+        ProfiledStack(_bounded_frames(stack.frames), stack.samples)
+        for stack in most
+        if stack.samples > 0
+    ]
+
+
+def _bounded_frames(frames: list[StackFrame]) -> list[StackFrame]:
+    return [
+        msgspec.structs.replace(
+            frame,
+            function=plain(frame.function),
+            file=plain(frame.file),
+            line=max(frame.line, 0),
+        )
+        for frame in frames[:MAXIMUM_FRAMES]
     ]
 
 

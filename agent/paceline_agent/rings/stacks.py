@@ -1,5 +1,7 @@
 """Python stacks of ranks, read from outside by py-spy without help from the process.
 
+They are read once, or, for a profile, about `SAMPLES` times at regular intervals.
+
 The process is not paused (`--nonblocking`): the stack of a hung or stopped process does not change
 anyway, and a slow process must not be disturbed. If a stack changes while it is read, py-spy
 reports an error and it is read again.
@@ -9,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
 import shutil
 import sysconfig
 from itertools import takewhile
@@ -17,10 +21,21 @@ from pathlib import Path
 import msgspec
 
 from paceline_agent.collect.child_processes import ChildProcesses
-from paceline_wire.stacks import StackFrame, ThreadStack, bounded, is_installed, plain
+from paceline_wire.stacks import (
+    ProfiledStack,
+    StackFrame,
+    ThreadStack,
+    bounded,
+    bounded_profile,
+    is_installed,
+    plain,
+)
 
 SECONDS = 5.0  # per rank: py-spy has to load many symbols of a large program on a busy machine
 TRIES = 3
+SAMPLES = 200  # number in a profile
+LONGEST_PROFILE = 60.0  # seconds
+LOWEST_PRIORITY = 19
 MAXIMUM_OUTPUT_BYTES = 8 << 20
 _CHUNK_BYTES = 1 << 20
 MAXIMUM_CHILDREN = 16  # per rank
@@ -28,6 +43,13 @@ _PERMISSION = (
     "py-spy may not read process {pid}: run the agent as the same user; if "
     "kernel.yama.ptrace_scope is 1 or more, also give it CAP_SYS_PTRACE"
 )
+
+_MAIN_THREAD = "MainThread"
+# The main thread has no name if the process has not loaded `threading`.
+_THREAD = re.compile(r"thread \((\d+)\)(?:: (.*))?")
+# A frame of a profile, and the directories that installed packages are imported from.
+_FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
+_IMPORTED_FROM = re.compile(r".*/(?:(?:site|dist)-packages|python3[.\d]*t?)/")
 
 # Files in whose functions a process waits for another one that multiprocessing started.
 _WAITS_FOR_CHILD = ("multiprocessing/", "torch/utils/data/")
@@ -90,23 +112,96 @@ async def _take_of_child(pid: int) -> ThreadStack | None:
 
 async def take(pid: int) -> list[ThreadStack]:
     """Return the threads of a Python process, the main one first. Raises StacksError."""
-    program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
-    if program is None:
-        raise StacksError("py-spy is not installed beside the agent: pip install 'paceline[agent]'")
     try:
         async with asyncio.timeout(SECONDS):
             for _ in range(TRIES - 1):
                 with contextlib.suppress(StacksError):
-                    return await _read(program, pid)
-            return await _read(program, pid)
+                    return await _read(pid)
+            return await _read(pid)
     except TimeoutError:
         raise StacksError(f"py-spy did not read process {pid} within {SECONDS:.0f} s") from None
 
 
-async def _read(program: str, pid: int) -> list[ThreadStack]:
+async def profile(pid: int, seconds: float, procfs_root: Path) -> tuple[int, list[ProfiledStack]]:
+    """Sample the stack of the main thread for so many seconds.
+
+    Returns the number of samples, and the most frequent stacks. Raises StacksError.
+    """
+    seconds = min(max(seconds, 1.0), LONGEST_PROFILE)
+    try:
+        async with asyncio.timeout(SECONDS + seconds):
+            output = await _py_spy(
+                pid,
+                *("record", "--idle", "--threads", "--full-filenames", "--format", "raw"),
+                *("--duration", str(round(seconds)), "--rate", str(round(SAMPLES / seconds))),
+                *("--output", "/dev/stdout"),
+                priority=LOWEST_PRIORITY,
+            )
+    except TimeoutError:
+        raise StacksError(
+            f"py-spy did not sample process {pid} within {SECONDS + seconds:.0f} s"
+        ) from None
+    try:
+        directory = os.readlink(procfs_root / str(pid) / "cwd")
+    except OSError:  # it has ended, or belongs to another user
+        directory = ""
+    lines = output.decode(errors="replace").splitlines()
+    stacks = list(filter(None, (_profiled(line, pid, directory) for line in lines)))
+    return sum(stack.samples for stack in stacks), bounded_profile(stacks)
+
+
+def _profiled(line: str, pid: int, directory: str) -> ProfiledStack | None:
+    """Return a stack of the main thread from a line of py-spy; None for any other line.
+
+    It writes `thread (TID): NAME;FRAME;FRAME SAMPLES`, the outermost frame first.
+    """
+    stack, _, samples = line.rpartition(" ")
+    begin, *frames = stack.split(";")
+    thread = _THREAD.fullmatch(begin)
+    if thread is None or not samples.isdecimal():
+        return None
+    if (thread[2] or (_MAIN_THREAD if int(thread[1]) == pid else "")) != _MAIN_THREAD:
+        return None
+    found = filter(None, map(_FRAME.fullmatch, reversed(frames)))
+    return ProfiledStack(
+        [
+            StackFrame(
+                frame[1],
+                _import_path(frame[2], directory),
+                int(frame[3]),
+                is_installed=is_installed(frame[2]),
+            )
+            for frame in found
+        ],
+        int(samples),
+    )
+
+
+def _import_path(path: str, directory: str) -> str:
+    """Return the path as `StackFrame.file`. `directory`: the working directory of the process."""
+    if is_installed(path):
+        return _IMPORTED_FROM.sub("", path)
+    return path.removeprefix(f"{directory}/") if directory else path
+
+
+async def _read(pid: int) -> list[ThreadStack]:
+    output = await _py_spy(pid, "dump", "--json")
+    try:
+        threads = _threads.decode(output)
+    except msgspec.MsgspecError as error:
+        raise StacksError(f"the output of py-spy is not valid: {error}") from error
+    threads.sort(key=lambda thread: (thread.thread_name != _MAIN_THREAD, thread.thread_id))
+    return bounded([_stack(thread) for thread in threads])
+
+
+async def _py_spy(pid: int, command: str, *options: str, priority: int = 0) -> bytes:
+    """Return the output of a command about this process. Raises StacksError."""
+    program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
+    if program is None:
+        raise StacksError("py-spy is not installed beside the agent: pip install 'paceline[agent]'")
     process = await asyncio.create_subprocess_exec(
         program,
-        *("dump", "--nonblocking", "--json", "--pid", str(pid)),
+        *(command, "--nonblocking", "--pid", str(pid), *options),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -114,6 +209,9 @@ async def _read(program: str, pid: int) -> list[ThreadStack]:
     )
     assert process.stdout is not None
     assert process.stderr is not None
+    if priority:
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, process.pid, priority)
     try:
         output, complaint = await asyncio.gather(
             _read_all(process, process.stdout), _read_all(process, process.stderr)
@@ -127,12 +225,7 @@ async def _read(program: str, pid: int) -> list[ThreadStack]:
         raise StacksError(f"process {pid} has more than {MAXIMUM_OUTPUT_BYTES} bytes of stacks")
     if process.returncode:
         raise StacksError(_reason(pid, complaint.decode(errors="replace")))
-    try:
-        threads = _threads.decode(output)
-    except msgspec.MsgspecError as error:
-        raise StacksError(f"the output of py-spy is not valid: {error}") from error
-    threads.sort(key=lambda thread: (thread.thread_name != "MainThread", thread.thread_id))
-    return bounded([_stack(thread) for thread in threads])
+    return output
 
 
 async def _read_all(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:

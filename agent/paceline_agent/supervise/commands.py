@@ -32,7 +32,7 @@ from paceline_agent.rings.reader import Rings
 from paceline_agent.supervise.elastic import end_ranks, ranks_without_torchrun
 from paceline_agent.supervise.supervisor import Supervisor
 from paceline_wire import ring
-from paceline_wire.batch import CommandResult, RankDump, RankStackTraces
+from paceline_wire.batch import CommandResult, RankDump, RankProfile, RankStackTraces
 from paceline_wire.commands import (
     Burst,
     Command,
@@ -44,6 +44,7 @@ from paceline_wire.commands import (
     StartRanks,
     StopGeneration,
     TakeDumps,
+    TakeProfiles,
     TakeStacks,
     decode_line,
 )
@@ -133,6 +134,8 @@ class CommandRunner:
                 return await self._control(command)
             case TakeStacks():
                 return await self._take_stacks(command)
+            case TakeProfiles():
+                return await self._take_profiles(command)
             case TakeDumps():
                 return await self._take_dumps(command)
             case EndRanks():
@@ -174,6 +177,12 @@ class CommandRunner:
         errors = [error for error in await asyncio.gather(*tasks) if error is not None]
         return "; ".join(errors) or None
 
+    async def _take_profiles(self, command: TakeProfiles) -> str | None:
+        """Sample the stacks of all ranks during the same time."""
+        tasks = [self._send_profile(command, rank) for rank in sorted(set(command.ranks))]
+        errors = [error for error in await asyncio.gather(*tasks) if error is not None]
+        return "; ".join(errors) or None
+
     async def _take_dumps(self, command: TakeDumps) -> str | None:
         """Read the flight recorder dumps; each rank's is sent immediately."""
         tasks = [self._send_dump(command, rank) for rank in sorted(set(command.ranks))]
@@ -205,6 +214,21 @@ class CommandRunner:
             raise flight_recorder.DumpError(
                 f"the file system of process {pid} does not respond"
             ) from None
+
+    async def _send_profile(self, command: TakeProfiles, rank: int) -> str | None:
+        pid = self._rings.pid(command.job, command.generation, rank)
+        event = RankProfile(
+            time_ns=timeline_ns(), job=command.job, generation=command.generation, rank=rank
+        )
+        try:
+            if pid is None:
+                raise stacks.StacksError(f"rank {rank} has no process on this node")
+            samples, found = await stacks.profile(pid, command.seconds, self._procfs_root)
+            event = replace(event, samples=samples, stacks=found)
+        except stacks.StacksError as failure:
+            event = replace(event, error=str(failure))
+        self._outbox.put_events([replace(event, time_ns=timeline_ns())])
+        return event.error
 
     async def _send_stacks(self, command: TakeStacks, rank: int) -> str | None:
         place = command.job, command.generation, rank

@@ -1,6 +1,6 @@
 """Decide what to do about the findings of one job. Pure.
 
-    group findings -> request stacks and dumps -> advance running actions -> propose actions
+    group findings -> request stacks, samples, dumps -> advance running actions -> propose actions
         -> set the job's state
 
 The caller commits the `Decision` in one transaction before any of it is carried out.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
-from paceline_server.decide.evidence import request_dumps, request_stacks
+from paceline_server.decide.evidence import request_dumps, request_profiles, request_stacks
 from paceline_server.decide.incidents import group, is_fatal, resolve, resolve_information
 from paceline_server.decide.progress import follow_clock, progress_of
 from paceline_server.decide.propose import NEVER_ACTS, propose
@@ -67,6 +67,7 @@ def decide(
         _end_if_vanished(draft)
         group(draft, findings)
         request_stacks(draft)
+        request_profiles(draft)
         request_dumps(draft)
         _advance(draft)
         propose(draft)

@@ -1,6 +1,7 @@
-"""Request Python stacks and Flight Recorder dumps of a hung job before it is killed.
+"""Request Python stacks and Flight Recorder dumps of a hung job before it is killed, and samples
+of the stacks of a slow rank and a peer.
 
-A restart waits for them for a short time only: a hung job wastes all its GPUs.
+A restart waits for those of a hung job for a short time only: it wastes all its GPUs.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import IncidentView
-from paceline_wire.commands import Command, TakeDumps, TakeStacks
+from paceline_wire.commands import Command, TakeDumps, TakeProfiles, TakeStacks
 
 # Reading stacks takes 0.1 s on an idle machine, and the command and its result take as long again.
 GRACE_SECONDS = 1.0
 # Longer than agents wait for a rank to write its dump. A rank that cannot write reports it at once.
 DUMP_GRACE_SECONDS = 5.0
 MAXIMUM_RANKS = 8  # ranks whose stacks are read, per incident
+MAXIMUM_PROFILES = 4  # slow ranks whose stacks are sampled, per incident
+PROFILE_SECONDS = (10.0, 60.0)  # at least and at most
+PROFILE_STEPS = 4.0  # that it lasts for
 
 
 def request_stacks(draft: Draft) -> None:
     """Request the stacks that findings ask for, once for each rank."""
-    agents = {rank.rank: rank.agent_id for rank in draft.ranks if rank.state != "exited"}
+    agents = _agents(draft)
     for incident in draft.incidents():
         if incident.finding.generation != draft.generation:
             continue
@@ -36,13 +40,45 @@ def request_stacks(draft: Draft) -> None:
             _request(draft, incident, wanted, agents)
 
 
+def request_profiles(draft: Draft) -> None:
+    """Have a slow rank, the first that a finding asks for, and its peers sampled at once."""
+    agents = _agents(draft)
+    least, most = PROFILE_SECONDS
+    seconds = min(max(PROFILE_STEPS * (draft.view.step_seconds or 0.0), least), most)
+    for incident in draft.incidents():
+        asked = list(incident.profiles_asked)
+        for finding in (incident.finding, *incident.symptoms):
+            wanted = finding.profiles_wanted
+            is_open = finding.generation == draft.generation and not finding.cleared
+            if not wanted or not is_open or not agents.keys() >= set(wanted):
+                continue
+            if wanted[0] in asked or len(asked) >= MAXIMUM_PROFILES:
+                continue
+            asked.append(wanted[0])
+            for agent, ranks in _by_agent(wanted, agents):
+                command = _ReadCommand(draft, ranks, TakeProfiles, seconds=seconds)
+                draft.issue(agent, incident.incident_id, command)
+        if asked != incident.profiles_asked:
+            draft.put_incident(replace(incident, profiles_asked=asked))
+
+
+def _agents(draft: Draft) -> dict[int, str]:
+    """Return the agent of each rank that has not exited."""
+    return {rank.rank: rank.agent_id for rank in draft.ranks if rank.state != "exited"}
+
+
+def _by_agent(ranks: list[int], agents: dict[int, str]) -> list[tuple[str, list[int]]]:
+    """Return the ranks of each agent."""
+    by_agent: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_agent[agents[rank]].append(rank)
+    return sorted(by_agent.items())
+
+
 def _request(
     draft: Draft, incident: IncidentView, wanted: list[int], agents: dict[int, str]
 ) -> None:
-    by_agent: dict[str, list[int]] = defaultdict(list)
-    for rank in wanted:
-        by_agent[agents[rank]].append(rank)
-    for agent, ranks in sorted(by_agent.items()):
+    for agent, ranks in _by_agent(wanted, agents):
         draft.issue(agent, incident.incident_id, _ReadCommand(draft, ranks))
     requested = [*incident.stacks_asked, *wanted]
     draft.put_incident(replace(incident, stacks_asked=requested, stacks_asked_ns=draft.now_ns))
@@ -59,25 +95,27 @@ def request_dumps(draft: Draft) -> None:
     ]
     if not incidents:
         return
-    by_agent: dict[str, list[int]] = defaultdict(list)
-    for rank in draft.ranks:
-        if rank.state != "exited":
-            by_agent[rank.agent_id].append(rank.rank)
+    agents = _agents(draft)
     for incident in incidents:
-        for agent, ranks in sorted(by_agent.items()):
+        for agent, ranks in _by_agent(list(agents), agents):
             draft.issue(agent, incident.incident_id, _ReadCommand(draft, ranks, TakeDumps))
         draft.put_incident(replace(incident, dumps_asked_ns=draft.now_ns))
 
 
 class _ReadCommand:
-    """Build the command that reads stacks or dumps of `ranks` on one node."""
+    """Build the command that reads `ranks` on one node. `options`: other fields of `kind`."""
 
     def __init__(
-        self, draft: Draft, ranks: list[int], kind: type[TakeStacks | TakeDumps] = TakeStacks
+        self,
+        draft: Draft,
+        ranks: list[int],
+        kind: type[TakeStacks | TakeProfiles | TakeDumps] = TakeStacks,
+        **options: float,
     ) -> None:
         self._draft = draft
         self._ranks = ranks
         self._kind = kind
+        self._options = options
 
     def __call__(self, command_id: int) -> Command:
         return self._kind(
@@ -85,6 +123,7 @@ class _ReadCommand:
             job=self._draft.view.job_id,
             generation=self._draft.generation,
             ranks=self._ranks,
+            **self._options,
         )
 
 

@@ -69,6 +69,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     counter_evidence: list[Evidence] = []
     stacks_wanted: list[int] = []  # ranks whose Python stacks would help, most useful first
     stacks: list[RankStackTraces] = []  # the stacks that were taken
+    profiles_wanted: list[int] = []  # ranks whose Python stacks would help, sampled for some steps
     dumps_wanted: bool = False  # Flight Recorder dumps of all ranks would help ...
     # ... and their conclusion is part of the evidence. Stored under its former name.
     dumps_reported: bool = msgspec.field(name="dumps_told", default=False)
@@ -99,6 +100,7 @@ class FindingDetails(TypedDict, total=False):
     counter_evidence: list[Evidence]
     stacks_wanted: list[int]
     stacks: list[RankStackTraces]
+    profiles_wanted: list[int]
     dumps_wanted: bool
 
 

@@ -12,7 +12,14 @@ from paceline_server.steps.groups import Groups
 from paceline_server.steps.timing import StepTiming
 from paceline_server.steps.types import StepSummary, UsualStep
 from paceline_server.whatif.online import RunReplay
-from paceline_wire.batch import DeviceEvent, RankDump, RankExited, RankStackTraces, RankState
+from paceline_wire.batch import (
+    DeviceEvent,
+    RankDump,
+    RankExited,
+    RankProfile,
+    RankStackTraces,
+    RankState,
+)
 from paceline_wire.ring import StateView
 from paceline_wire.topology import Topology
 
@@ -182,6 +189,7 @@ class Observation:
     metadata: Mapping[str, str] = field(default_factory=dict)  # schedule, microbatches, ...
     records: RecentRecords | None = None  # newest records of each rank
     stacks: Mapping[int, RankStackTraces] = field(default_factory=dict)  # newest of each rank
+    profiles: Mapping[int, RankProfile] = field(default_factory=dict)  # newest of each rank
     dumps: Mapping[int, RankDump] = field(default_factory=dict)  # newest of each rank
     stragglers: frozenset[int] = frozenset()  # reported by earlier detectors of this tick
     hidden_slowdown: float = 1.0  # largest one that the earlier detectors cannot find

@@ -48,12 +48,13 @@ from paceline_wire.batch import (
     RankDefined,
     RankDump,
     RankExited,
+    RankProfile,
     RankStackTraces,
     RankState,
 )
 from paceline_wire.metadata import OPTIMIZER_SINCE_STEP, TRAINED_SINCE_STEP
 from paceline_wire.ring import SectionDefinition
-from paceline_wire.stacks import bounded, plain
+from paceline_wire.stacks import bounded, bounded_profile, plain
 
 RECENT_STEPS = 20  # steps in the typical step time that is displayed
 P99_STEPS = 200
@@ -112,6 +113,7 @@ class RunningGeneration:
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
         self._stacks: dict[int, RankStackTraces] = {}
+        self._profiles: dict[int, RankProfile] = {}
         self._dumps: dict[int, RankDump] = {}
         self._records = RecentRecords(placement.topology.world_size)
         self.attached: dict[str, ReportedTime] = {}  # by node: when its first rank attached
@@ -160,6 +162,9 @@ class RunningGeneration:
                 case RankStackTraces():
                     if self._is_ours(event, batch.agent_id):
                         self._add_stacks(event)
+                case RankProfile():
+                    if self._is_ours(event, batch.agent_id):
+                        self._add_profile(event, clock_shift_ns)
                 case RankAttached(identity=identity):
                     claimed = identity.job, identity.generation, identity.rank
                     if self._is_generation(*claimed) and self._holds(identity.rank, batch.agent_id):
@@ -180,7 +185,7 @@ class RunningGeneration:
 
     def _is_ours(
         self,
-        event: RankState | RankDefined | RankExited | RankStackTraces | RankDump,
+        event: RankState | RankDefined | RankExited | RankStackTraces | RankProfile | RankDump,
         agent_id: str,
     ) -> bool:
         is_generation = self._is_generation(event.job, event.generation, event.rank)
@@ -262,6 +267,13 @@ class RunningGeneration:
             event,
             threads=bounded(event.threads),
             error=None if event.error is None else plain(event.error),
+        )
+
+    def _add_profile(self, event: RankProfile, clock_shift_ns: int) -> None:
+        self._profiles[event.rank] = replace_fields(
+            event,
+            time_ns=event.time_ns + clock_shift_ns,
+            stacks=bounded_profile(event.stacks),
         )
 
     def _add_exit(
@@ -447,6 +459,7 @@ class RunningGeneration:
             steps_finished=self._steps_finished,
             usual_step=self.usual_step,
             stacks=self._stacks,
+            profiles=self._profiles,
             dumps=self._dumps,
             records=self._records,
             earlier_ranks=tuple(self._earlier.values()),

@@ -15,6 +15,7 @@ from paceline_wire.batch import (
     RankDefined,
     RankDump,
     RankExited,
+    RankProfile,
     RankStackTraces,
     RankStarted,
     RankState,
@@ -88,6 +89,9 @@ def _event_numbers(event: Event) -> _Numbers:
             return (at, *rank, ("pid", identity.pid, _LIMIT_32))
         case RankStackTraces():
             return (at, *_rank(event.generation, event.rank), ("pid", event.pid or 0, _LIMIT_32))
+        case RankProfile():
+            samples = ("samples", event.samples, _LIMIT)
+            return (at, samples, *_rank(event.generation, event.rank))
         case RankDump():
             return (
                 at,

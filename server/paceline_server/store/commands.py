@@ -17,7 +17,7 @@ from paceline_server.store.models import (
     NodeRow,
 )
 from paceline_wire.batch import CommandResult
-from paceline_wire.commands import Burst, Ping, TakeDumps, TakeStacks
+from paceline_wire.commands import Burst, Ping, TakeDumps, TakeProfiles, TakeStacks
 
 _COUNTER = "command"
 
@@ -38,7 +38,7 @@ def issue(session: Session, job_id: str, issued: IssuedCommand, now_ns: int) -> 
     """Store a command for delivery to its agent."""
     command = issued.command
     assert not isinstance(command, Burst | Ping), "bursts and pings have no generation"
-    if isinstance(command, TakeStacks | TakeDumps):
+    if isinstance(command, TakeStacks | TakeProfiles | TakeDumps):
         issued = msgspec.structs.replace(
             issued, command=_with_reported_generation(session, job_id, command)
         )
@@ -46,8 +46,8 @@ def issue(session: Session, job_id: str, issued: IssuedCommand, now_ns: int) -> 
 
 
 def _with_reported_generation(
-    session: Session, job_id: str, command: TakeStacks | TakeDumps
-) -> TakeStacks | TakeDumps:
+    session: Session, job_id: str, command: TakeStacks | TakeProfiles | TakeDumps
+) -> TakeStacks | TakeProfiles | TakeDumps:
     """Use the generation that the ranks report; ranks of one node report the same number."""
     reported = queries.reported_generations(session, session.get_one(JobRow, job_id))
     generation = reported.get(command.ranks[0], command.generation)

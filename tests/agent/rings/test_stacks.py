@@ -15,15 +15,18 @@ import pytest
 
 from paceline_agent.rings import stacks
 from paceline_agent.rings.stacks import take_of_rank
-from paceline_wire.batch import CommandResult, RankStackTraces, RankStarted
-from paceline_wire.commands import RankSpec, StartRanks, TakeStacks
+from paceline_wire.batch import CommandResult, RankProfile, RankStackTraces, RankStarted
+from paceline_wire.commands import RankSpec, StartRanks, TakeProfiles, TakeStacks
 from paceline_wire.stacks import (
     MAXIMUM_FRAMES,
+    MAXIMUM_STACKS,
     MAXIMUM_TEXT,
     MAXIMUM_THREADS,
+    ProfiledStack,
     StackFrame,
     ThreadStack,
     bounded,
+    bounded_profile,
 )
 from paceline_wire.topology import Topology
 from tests.agent.command_factory import with_constants
@@ -206,6 +209,103 @@ def test_a_rank_in_its_data_loader_is_read_with_the_workers(
     assert all(frame.is_installed for frame in main[:-1])
     assert (stuck[0].file, stuck[0].line, stuck[0].is_installed) == ("train.py", 10, False)
     assert not any(frame.file == "train.py" for frame in idle)
+
+
+PROFILED = """
+import time
+def waits():
+    time.sleep(0.03)
+def computes():
+    end = time.monotonic() + 0.01
+    while time.monotonic() < end:
+        pass
+print("ready", flush=True)
+while True:
+    waits()
+    computes()
+"""
+
+
+def test_a_profile_shows_how_often_a_process_is_in_each_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROFILED)
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            samples, found = asyncio.run(stacks.profile(process.pid, 2.0, Path("/proc")))
+        finally:
+            process.kill()
+    outermost = StackFrame("<module>", "train.py", 11)
+    waiting = sum(stack.samples for stack in found if outermost in stack.frames)
+    assert sum(stack.samples for stack in found) == samples > 0
+    assert 0.5 < waiting / samples < 1.0
+    assert any(stack.frames == [StackFrame("waits", "train.py", 4), outermost] for stack in found)
+
+
+RAW = """py-spy> Sampling process 20 times a second for 3 seconds. Press Control-C to exit.
+
+thread (7): pool-0;run (/work/a.py:3) 9
+thread (5): MainThread;<module> (/work/train.py:12);next_batch (/work/my data/load.py:3);\
+Queue.get (/opt/conda/lib/python3.12/queue.py:171) 4
+thread (5): MainThread;<module> (/work/train.py:14);__call__ \
+(/opt/lib/python3.12/site-packages/torch/nn/m.py:9);kernel (/else/where.py:1);no place 16
+thread (5): MainThread;broken
+thread (5): MainThread; 1
+"""
+
+
+async def test_a_profile_has_the_stacks_of_the_main_thread_with_paths_as_they_are_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "cwd").symlink_to("/work")
+
+    async def py_spy(*_: object, **__: object) -> bytes:
+        return RAW.replace("\\\n", "").encode()
+
+    monkeypatch.setattr(stacks, "_py_spy", py_spy)
+    samples, found = await stacks.profile(3, 10.0, tmp_path)
+    assert samples == 21
+    assert [stack.samples for stack in found] == [16, 4, 1]
+    assert [list(map(str, stack.frames)) for stack in found] == [
+        ["/else/where.py:1 kernel", "torch/nn/m.py:9 __call__", "train.py:14 <module>"],
+        ["queue.py:171 Queue.get", "my data/load.py:3 next_batch", "train.py:12 <module>"],
+        [],
+    ]
+    assert [frame.is_installed for frame in found[1].frames] == [True, False, False]
+
+
+def test_the_agent_samples_ranks_on_command(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    agent = start_agent(under=with_constants("paceline_agent.rings.stacks", SECONDS=50.0))
+    server.commands.append(start(1))
+    wait_for(lambda: "attached rank 0" in agent.log_text())
+    server.commands.append(
+        TakeProfiles(command_id=2, job="job-a", generation=0, ranks=[0, 7], seconds=1.0)
+    )
+    found = {one.rank: one for one in wait_for(lambda: events_of_both(server))}
+    assert found[7].error == "rank 7 has no process on this node"
+    assert found[0].error is None
+    assert found[0].samples > 0
+    functions_of_all = {frame.function for stack in found[0].stacks for frame in stack.frames}
+    assert "waits_for_the_lock" in functions_of_all
+
+
+def events_of_both(server: Any) -> list[RankProfile] | None:
+    events = server.events(RankProfile)
+    return events if len(events) == 2 else None
+
+
+def test_a_profile_is_bounded_and_can_be_stored() -> None:
+    deep = ProfiledStack([StackFrame("f" * 999, "\0file", -1)] * 500, 2)
+    stacks_kept = bounded_profile([deep] * 500 + [ProfiledStack([], 5), ProfiledStack([], -1)])
+    assert len(stacks_kept) == MAXIMUM_STACKS
+    assert stacks_kept[0].samples == 5
+    assert stacks_kept[1].frames == [StackFrame("f" * MAXIMUM_TEXT, "file", 0)] * MAXIMUM_FRAMES
 
 
 def test_a_stack_is_bounded_and_can_be_stored() -> None:

@@ -9,7 +9,7 @@ from paceline_server.detect.causes.catalog import PROCESS_STOPPED
 from paceline_server.detect.finding import Finding
 from paceline_server.policy import Policy
 from paceline_wire.batch import RankStackTraces
-from paceline_wire.commands import StopGeneration, TakeDumps, TakeStacks
+from paceline_wire.commands import StopGeneration, TakeDumps, TakeProfiles, TakeStacks
 from paceline_wire.stacks import StackFrame, ThreadStack
 
 from .simulator import World
@@ -106,3 +106,43 @@ def test_the_restart_does_not_wait_for_missing_dumps_forever(world: World) -> No
     assert not stops(world)
     world.run(1.0)
     assert stops(world)
+
+
+def straggler(world: World, *wanted: int) -> Finding:
+    return world.finding(
+        "straggler",
+        cause="unknown",
+        rank=wanted[0],
+        node=world.home(wanted[0]),
+        slowdown=1.5,
+        profiles_wanted=list(wanted),
+    )
+
+
+def profiled(world: World) -> list[tuple[str, list[int], float]]:
+    return [
+        (one.agent_id, one.command.ranks, one.command.seconds)
+        for one in world.commands
+        if isinstance(one.command, TakeProfiles)
+    ]
+
+
+def test_a_slow_rank_and_a_peer_are_sampled_at_once_and_once(world: World) -> None:
+    world.tick((straggler(world, 5, 0),))
+    world.tick((straggler(world, 5, 0),))
+    assert profiled(world) == [(world.home(0), [0], 10.0), (world.home(5), [5], 10.0)]
+    (incident,) = world.incidents.values()
+    assert incident.profiles_asked == [5]
+
+
+def test_a_peer_that_was_sampled_before_is_sampled_again_beside_another_slow_rank(
+    world: World,
+) -> None:
+    world.tick((straggler(world, 5, 0),))
+    world.tick((straggler(world, 3, 0),))
+    assert [ranks for _, ranks, _ in profiled(world)].count([0]) == 2
+
+
+def test_a_verdict_that_wants_none_has_nobody_sampled(world: World) -> None:
+    world.tick((replace(straggler(world, 5, 0), profiles_wanted=[]),))
+    assert profiled(world) == []

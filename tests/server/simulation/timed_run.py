@@ -26,6 +26,7 @@ from paceline_server.steps.timing import (
     StepTiming,
     TransferTimes,
 )
+from paceline_wire.batch import RankProfile
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
@@ -74,6 +75,7 @@ class TimedRun:
             started_ns=T0,
         )
         self.telemetry = Telemetry()
+        self.profiles: dict[int, RankProfile] = {}
         self.slow: dict[int, float] = {}
         self.slow_links: dict[tuple[int, int], float] = {}
         self.slow_groups: dict[int, float] = {}
@@ -121,6 +123,7 @@ class TimedRun:
             telemetry=self.telemetry,
             groups=Groups(self.topology.world_size),
             timings=timings,
+            profiles=self.profiles,
         )
 
     def timing(self) -> StepTiming:

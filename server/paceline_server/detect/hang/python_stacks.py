@@ -3,17 +3,14 @@ and the worker of the data loader that a rank waits for."""
 
 from __future__ import annotations
 
-import sys
-from itertools import chain
-
 from paceline_server.detect.finding import Evidence
+from paceline_server.detect.script_frame import script_frame
 from paceline_wire.batch import RankStackTraces
-from paceline_wire.stacks import CALLERS, StackFrame, ThreadStack
+from paceline_wire.stacks import StackFrame, ThreadStack
 
 GIL_HELD = "GIL held by thread "
 _MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
-_LIBRARIES = CALLERS | {"typing_extensions", *sys.stdlib_module_names}
 # All ranks must call these, in which each waits for the others. No operation is recorded there.
 _GROUP_CREATIONS = ("new_group", "split_group")
 _WAITS_FOR_WORKER = ("torch/utils/data/dataloader.py", "_try_get_data")
@@ -57,7 +54,7 @@ def user_frame(stacks: RankStackTraces, cause: str) -> StackFrame | None:
     """Return the innermost frame of the script, in the thread that blocks."""
     holder = next((thread for thread in stacks.threads if thread.holds_gil), None)
     thread = holder if cause.startswith(GIL_HELD) else _main_thread(stacks)
-    return None if thread is None else _script_frame(thread.frames)
+    return None if thread is None else script_frame(thread.frames)
 
 
 def creates_group(stacks: RankStackTraces) -> bool:
@@ -82,7 +79,7 @@ def awaited_worker(stacks: RankStackTraces) -> str | None:
     workers = _loading_workers(stacks)
     if len(workers) != 1:
         return "a worker of its DataLoader"
-    place = _script_frame(workers[0].frames)
+    place = script_frame(workers[0].frames)
     return f"a worker of its DataLoader, process {workers[0].child_pid} in {place}"
 
 
@@ -96,21 +93,10 @@ def _loading_workers(stacks: RankStackTraces) -> list[ThreadStack]:
     ]
 
 
-def _script_frame(frames: list[StackFrame]) -> StackFrame | None:
-    """Return the innermost frame of the script; without one, of a package that torch calls."""
-    own = (each for each in frames if not each.is_installed and _package(each) not in CALLERS)
-    called = (each for each in frames if _package(each) not in _LIBRARIES)
-    return next(chain(own, called, frames), None)
-
-
-def _package(frame: StackFrame) -> str:
-    return frame.file.partition("/")[0].removesuffix(".py")
-
-
 def _informative(frames: list[StackFrame]) -> list[StackFrame]:
     """Return the innermost frames; the last one shown is of the script, if there is one."""
     shown = frames[:_MAX_FRAMES_SHOWN]
-    own = _script_frame(frames)
+    own = script_frame(frames)
     return shown if own is None or own in shown else [*shown[:-1], own]
 
 

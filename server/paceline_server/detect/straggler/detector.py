@@ -61,6 +61,7 @@ from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
 from paceline_server.detect.straggler.recent_steps import RecentSteps
 from paceline_server.detect.straggler.settings import DEFAULTS, StragglerSettings
 from paceline_server.detect.straggler.since_first import SlowSinceFirst
+from paceline_server.detect.straggler.slow_line import SlowLine, slow_line
 from paceline_server.detect.straggler.slow_unit import MOST, SlowUnit, SlowUnits
 from paceline_server.detect.straggler.verdict import (
     ALIKE,
@@ -190,6 +191,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             new += self._changes_since_first(observation)
             new += self.follow(timing.step, self._recent.newest.ended_ns, observation)
             findings += [*self._with_shared(new, observation), *self._replaced(observation)]
+            findings += self._with_lines(observation)
         return findings
 
     def _measure(self, timing: StepTiming) -> None:
@@ -474,6 +476,37 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             for known in replaced
         ]
 
+    # The Python line in which a rank is slow
+
+    def _with_lines(self, observation: Observation) -> list[Finding]:
+        """Return the verdicts whose Python line is known by now."""
+        found = []
+        for active in self.reported.values():
+            if active.is_reported and active.line is None:
+                active.line = self._line(active, observation)
+                if active.line is not None and active.finding.cause == UNKNOWN:
+                    found.append(self.report(active, observation))
+        return found
+
+    def _line(self, active: ReportedStraggler, observation: Observation) -> SlowLine | None:
+        profiles = [observation.profiles.get(rank) for rank in active.finding.profiles_wanted]
+        slow, peer = profiles if len(profiles) == 2 else (None, None)
+        if slow is None or peer is None or min(slow.time_ns, peer.time_ns) < active.onset_ns:
+            return None
+        return slow_line(slow, peer)
+
+    def _sampled(self, unit: SlowUnit) -> list[int]:
+        """Return a slow rank and a peer; empty if it has none."""
+        slow = set(ranks_in(self.reported.values()))
+        stage = self.generation.stage(unit.ranks[0])
+        peers = (
+            rank
+            for rank in range(self.generation.topology.world_size)
+            if rank not in slow and self.generation.stage(rank) == stage
+        )
+        peer = next(peers, None)
+        return [] if peer is None else [unit.ranks[0], peer]
+
     # Ranks that became slow together
 
     def _together(self, active: ReportedStraggler) -> list[ReportedStraggler]:
@@ -537,6 +570,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             observation.now_ns,
         )
         speedup = None if speedup is None else gain(cost_ratio)
+        is_unknown = own.diagnosis.cause == UNKNOWN
+        line = active.line if is_unknown else None
         return msgspec.structs.replace(
             active.finding,
             cause=own.diagnosis.cause,
@@ -547,6 +582,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 f"{how_slow(measured, has_peers=self._has_peers)}, "
                 f"{because_each(measured)}. {'It' if len(together) == 1 else 'Together this'} "
                 f"{cost_text(cost_ratio, speedup)}."
+                + ("" if line is None or len(together) > 1 else f" {line.sentence}")
             ),
             detected_ns=observation.now_ns,
             step=self._recent.newest.number,
@@ -560,9 +596,12 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             ranks=affected_ranks(together),
             evidence=[
                 *(self._evidence(one, together, observation) for one in measured),
+                *([] if line is None else [line.evidence]),
                 *own.diagnosis.evidence,
             ],
             counter_evidence=own.diagnosis.counter_evidence,
+            profiles_wanted=active.finding.profiles_wanted
+            or (self._sampled(active.unit) if is_unknown else []),
         )
 
     def _measured(self, reported: ReportedStraggler, observation: Observation) -> MeasuredStraggler:
