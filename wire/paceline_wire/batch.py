@@ -28,7 +28,7 @@ from paceline_wire.ring import (
     StateView,
 )
 from paceline_wire.spans import RECORD_BYTES
-from paceline_wire.stacks import ProfiledStack, ThreadStack
+from paceline_wire.stacks import Profile, ThreadStack
 
 VERSION = 2
 _READ_VERSIONS = (1, 2)  # version 1 has no blocks of samples
@@ -232,17 +232,17 @@ class RankStackTraces(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stack
 
 
 class RankProfile(msgspec.Struct, frozen=True, kw_only=True, tag="rank_profile"):
-    """How often each stack of a rank's main thread was found, of `samples` at regular intervals.
+    """How often each stack of a rank's main thread, and of its loader workers, was found.
 
-    `time_ns`: their end. `error` is the reason if they could not be taken.
+    `time_ns`: the end of the samples. `error` is the reason if they could not be taken.
     """
 
     time_ns: int
     job: str
     generation: int
     rank: int
-    samples: int = 0
-    stacks: list[ProfiledStack] = []
+    main: Profile = Profile()
+    workers: Profile = Profile()  # main threads of processes that multiprocessing started
     error: str | None = None
 
 

@@ -87,14 +87,18 @@ class TakeStacks(msgspec.Struct, frozen=True, kw_only=True, tag="take_stacks"):
 
 
 class TakeProfiles(msgspec.Struct, frozen=True, kw_only=True, tag="take_profiles"):
-    """Sample the Python stacks of local ranks for some seconds, without pausing them; one
-    `RankProfile` each."""
+    """Sample the Python stacks of local ranks for some seconds; one `RankProfile` each.
+
+    The ranks are not paused. `workers`: with the processes that multiprocessing started, such as
+    those of a data loader.
+    """
 
     command_id: int
     job: str
     generation: int
     ranks: list[int]
     seconds: float
+    workers: bool = False
 
 
 class TakeDumps(msgspec.Struct, frozen=True, kw_only=True, tag="take_dumps"):

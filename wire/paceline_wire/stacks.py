@@ -51,6 +51,13 @@ class ProfiledStack(msgspec.Struct, frozen=True, array_like=True):
     samples: int
 
 
+class Profile(msgspec.Struct, frozen=True):
+    """Stacks that were sampled at regular intervals: how many samples, and the most frequent."""
+
+    samples: int = 0
+    stacks: list[ProfiledStack] = []
+
+
 def bounded(threads: list[ThreadStack]) -> list[ThreadStack]:
     """Return the stacks within the limits above, without NUL characters."""
     return [
@@ -63,14 +70,17 @@ def bounded(threads: list[ThreadStack]) -> list[ThreadStack]:
     ]
 
 
-def bounded_profile(stacks: list[ProfiledStack]) -> list[ProfiledStack]:
+def bounded_profile(profile: Profile) -> Profile:
     """Return the most frequent stacks within the limits above, without NUL characters."""
-    most = sorted(stacks, key=lambda stack: -stack.samples)[:MAXIMUM_STACKS]
-    return [
-        ProfiledStack(_bounded_frames(stack.frames), stack.samples)
-        for stack in most
-        if stack.samples > 0
-    ]
+    most = sorted(profile.stacks, key=lambda stack: -stack.samples)[:MAXIMUM_STACKS]
+    return Profile(
+        profile.samples,
+        [
+            ProfiledStack(_bounded_frames(stack.frames), stack.samples)
+            for stack in most
+            if stack.samples > 0
+        ],
+    )
 
 
 def _bounded_frames(frames: list[StackFrame]) -> list[StackFrame]:

@@ -22,6 +22,7 @@ import msgspec
 
 from paceline_agent.collect.child_processes import ChildProcesses
 from paceline_wire.stacks import (
+    Profile,
     ProfiledStack,
     StackFrame,
     ThreadStack,
@@ -45,8 +46,9 @@ _PERMISSION = (
 )
 
 _MAIN_THREAD = "MainThread"
+_PROCESS = re.compile(r'(?:^|;)process (\d+):"')
 # The main thread has no name if the process has not loaded `threading`.
-_THREAD = re.compile(r"thread \((\d+)\)(?:: (.*))?")
+_THREAD = re.compile(r"(?:^|;)thread \((\d+)\)(?:: ([^;]*))?(?:;|$)")
 # A frame of a profile, and the directories that installed packages are imported from.
 _FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 _IMPORTED_FROM = re.compile(r".*/(?:(?:site|dist)-packages|python3[.\d]*t?)/")
@@ -102,9 +104,7 @@ async def _take_of_child(pid: int) -> ThreadStack | None:
     except (StacksError, IndexError):
         return None
     for index, frame in enumerate(main.frames):
-        if (frame.file, frame.is_installed) == ("multiprocessing/process.py", True) and (
-            frame.function.endswith("_bootstrap")
-        ):  # a forked process also has the frames of its parent
+        if _starts_child(frame):  # a forked process also has the frames of its parent
             frames = main.frames[:index]
             return msgspec.structs.replace(main, frames=frames, holds_gil=False, child_pid=pid)
     return None
@@ -122,11 +122,11 @@ async def take(pid: int) -> list[ThreadStack]:
         raise StacksError(f"py-spy did not read process {pid} within {SECONDS:.0f} s") from None
 
 
-async def profile(pid: int, seconds: float, procfs_root: Path) -> tuple[int, list[ProfiledStack]]:
-    """Sample the stack of the main thread for so many seconds.
-
-    Returns the number of samples, and the most frequent stacks. Raises StacksError.
-    """
+async def profile(
+    pid: int, seconds: float, procfs_root: Path, *, workers: bool = False
+) -> tuple[Profile, Profile]:
+    """Sample the main thread for so many seconds; with `workers`, also those of processes that
+    multiprocessing started. Return both. Raises StacksError."""
     seconds = min(max(seconds, 1.0), LONGEST_PROFILE)
     try:
         async with asyncio.timeout(SECONDS + seconds):
@@ -134,7 +134,7 @@ async def profile(pid: int, seconds: float, procfs_root: Path) -> tuple[int, lis
                 pid,
                 *("record", "--idle", "--threads", "--full-filenames", "--format", "raw"),
                 *("--duration", str(round(seconds)), "--rate", str(round(SAMPLES / seconds))),
-                *("--output", "/dev/stdout"),
+                *("--output", "/dev/stdout", *(["--subprocesses"] if workers else [])),
                 priority=LOWEST_PRIORITY,
             )
     except TimeoutError:
@@ -145,25 +145,45 @@ async def profile(pid: int, seconds: float, procfs_root: Path) -> tuple[int, lis
         directory = os.readlink(procfs_root / str(pid) / "cwd")
     except OSError:  # it has ended, or belongs to another user
         directory = ""
-    lines = output.decode(errors="replace").splitlines()
-    stacks = list(filter(None, (_profiled(line, pid, directory) for line in lines)))
-    return sum(stack.samples for stack in stacks), bounded_profile(stacks)
+    main, of_workers = [], []
+    for line in output.decode(errors="replace").splitlines():
+        if (sampled := _sampled(line, pid, directory)) is None:
+            continue
+        process, stack = sampled
+        started = next(filter(_starts_child, stack.frames), None)
+        if process == pid:
+            main.append(stack)
+        elif started is not None:  # a forked process also has the frames of its parent
+            frames = stack.frames[: stack.frames.index(started)]
+            of_workers.append(ProfiledStack(frames, stack.samples))
+    return _profile(main), _profile(of_workers)
 
 
-def _profiled(line: str, pid: int, directory: str) -> ProfiledStack | None:
-    """Return a stack of the main thread from a line of py-spy; None for any other line.
+def _profile(stacks: list[ProfiledStack]) -> Profile:
+    return bounded_profile(Profile(sum(stack.samples for stack in stacks), stacks))
 
-    It writes `thread (TID): NAME;FRAME;FRAME SAMPLES`, the outermost frame first.
+
+def _starts_child(frame: StackFrame) -> bool:
+    """Return whether multiprocessing runs a process that it started in this frame."""
+    is_of_process = frame.is_installed and frame.file == "multiprocessing/process.py"
+    return is_of_process and frame.function.endswith("_bootstrap")
+
+
+def _sampled(line: str, pid: int, directory: str) -> tuple[int, ProfiledStack] | None:
+    """Return a process and a stack of its main thread from a line of py-spy; None for others.
+
+    It writes `thread (TID): NAME;FRAME;FRAME SAMPLES`, the outermost frame first, with the
+    processes in front if there are several: `process PID:"COMMAND";process PID:"COMMAND";`
     """
     stack, _, samples = line.rpartition(" ")
-    begin, *frames = stack.split(";")
-    thread = _THREAD.fullmatch(begin)
-    if thread is None or not samples.isdecimal():
+    begin = _THREAD.search(stack)
+    if begin is None or not samples.isdecimal():
         return None
-    if (thread[2] or (_MAIN_THREAD if int(thread[1]) == pid else "")) != _MAIN_THREAD:
+    if (begin[2] or (_MAIN_THREAD if int(begin[1]) == pid else "")) != _MAIN_THREAD:
         return None
-    found = filter(None, map(_FRAME.fullmatch, reversed(frames)))
-    return ProfiledStack(
+    processes = _PROCESS.findall(stack[: begin.start()])
+    found = filter(None, map(_FRAME.fullmatch, reversed(stack[begin.end() :].split(";"))))
+    profiled = ProfiledStack(
         [
             StackFrame(
                 frame[1],
@@ -175,6 +195,7 @@ def _profiled(line: str, pid: int, directory: str) -> ProfiledStack | None:
         ],
         int(samples),
     )
+    return int(processes[-1]) if processes else pid, profiled
 
 
 def _import_path(path: str, directory: str) -> str:

@@ -223,8 +223,10 @@ class CommandRunner:
         try:
             if pid is None:
                 raise stacks.StacksError(f"rank {rank} has no process on this node")
-            samples, found = await stacks.profile(pid, command.seconds, self._procfs_root)
-            event = replace(event, samples=samples, stacks=found)
+            main, workers = await stacks.profile(
+                pid, command.seconds, self._procfs_root, workers=command.workers
+            )
+            event = replace(event, main=main, workers=workers)
         except stacks.StacksError as failure:
             event = replace(event, error=str(failure))
         self._outbox.put_events([replace(event, time_ns=timeline_ns())])

@@ -7,11 +7,14 @@ A restart waits for those of a hung job for a short time only: it wastes all its
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import IncidentView
+from paceline_server.detect.kinds import SLOW_DATA
 from paceline_wire.commands import Command, TakeDumps, TakeProfiles, TakeStacks
 
 # Reading stacks takes 0.1 s on an idle machine, and the command and its result take as long again.
@@ -56,7 +59,9 @@ def request_profiles(draft: Draft) -> None:
                 continue
             asked.append(wanted[0])
             for agent, ranks in _by_agent(wanted, agents):
-                command = _ReadCommand(draft, ranks, TakeProfiles, seconds=seconds)
+                workers = finding.kind == SLOW_DATA.name
+                kind = partial(TakeProfiles, seconds=seconds, workers=workers)
+                command = _ReadCommand(draft, ranks, kind)
                 draft.issue(agent, incident.incident_id, command)
         if asked != incident.profiles_asked:
             draft.put_incident(replace(incident, profiles_asked=asked))
@@ -103,19 +108,14 @@ def request_dumps(draft: Draft) -> None:
 
 
 class _ReadCommand:
-    """Build the command that reads `ranks` on one node. `options`: other fields of `kind`."""
+    """Build the command, `kind` or TakeStacks, that reads `ranks` on one node."""
 
     def __init__(
-        self,
-        draft: Draft,
-        ranks: list[int],
-        kind: type[TakeStacks | TakeProfiles | TakeDumps] = TakeStacks,
-        **options: float,
+        self, draft: Draft, ranks: list[int], kind: Callable[..., Command] = TakeStacks
     ) -> None:
         self._draft = draft
         self._ranks = ranks
         self._kind = kind
-        self._options = options
 
     def __call__(self, command_id: int) -> Command:
         return self._kind(
@@ -123,7 +123,6 @@ class _ReadCommand:
             job=self._draft.view.job_id,
             generation=self._draft.generation,
             ranks=self._ranks,
-            **self._options,
         )
 
 

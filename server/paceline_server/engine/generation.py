@@ -273,7 +273,8 @@ class RunningGeneration:
         self._profiles[event.rank] = replace_fields(
             event,
             time_ns=event.time_ns + clock_shift_ns,
-            stacks=bounded_profile(event.stacks),
+            main=bounded_profile(event.main),
+            workers=bounded_profile(event.workers),
         )
 
     def _add_exit(

@@ -90,8 +90,8 @@ def _event_numbers(event: Event) -> _Numbers:
         case RankStackTraces():
             return (at, *_rank(event.generation, event.rank), ("pid", event.pid or 0, _LIMIT_32))
         case RankProfile():
-            samples = ("samples", event.samples, _LIMIT)
-            return (at, samples, *_rank(event.generation, event.rank))
+            samples = (("samples", one.samples, _LIMIT) for one in (event.main, event.workers))
+            return (at, *samples, *_rank(event.generation, event.rank))
         case RankDump():
             return (
                 at,

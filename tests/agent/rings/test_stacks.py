@@ -22,6 +22,7 @@ from paceline_wire.stacks import (
     MAXIMUM_STACKS,
     MAXIMUM_TEXT,
     MAXIMUM_THREADS,
+    Profile,
     ProfiledStack,
     StackFrame,
     ThreadStack,
@@ -235,14 +236,16 @@ def test_a_profile_shows_how_often_a_process_is_in_each_line(tmp_path: Path) -> 
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         try:
-            samples, found = asyncio.run(stacks.profile(process.pid, 2.0, Path("/proc")))
+            profile, workers = asyncio.run(stacks.profile(process.pid, 2.0, Path("/proc")))
         finally:
             process.kill()
     outermost = StackFrame("<module>", "train.py", 11)
-    waiting = sum(stack.samples for stack in found if outermost in stack.frames)
-    assert sum(stack.samples for stack in found) == samples > 0
-    assert 0.5 < waiting / samples < 1.0
-    assert any(stack.frames == [StackFrame("waits", "train.py", 4), outermost] for stack in found)
+    waiting = sum(stack.samples for stack in profile.stacks if outermost in stack.frames)
+    assert sum(stack.samples for stack in profile.stacks) == profile.samples > 0
+    assert 0.5 < waiting / profile.samples < 1.0
+    sleeping = [StackFrame("waits", "train.py", 4), outermost]
+    assert any(stack.frames == sleeping for stack in profile.stacks)
+    assert workers.samples == 0
 
 
 RAW = """py-spy> Sampling process 20 times a second for 3 seconds. Press Control-C to exit.
@@ -254,6 +257,12 @@ thread (5): MainThread;<module> (/work/train.py:14);__call__ \
 (/opt/lib/python3.12/site-packages/torch/nn/m.py:9);kernel (/else/where.py:1);no place 16
 thread (5): MainThread;broken
 thread (5): MainThread; 1
+process 3:"python -c a;b";process 9:"python;c";thread (9): MainThread;<module> (/work/train.py:1);\
+_bootstrap (/opt/lib/python3.12/multiprocessing/process.py:314);fetch \
+(/opt/lib/python3.12/site-packages/torch/utils/data/_utils/fetch.py:5);__getitem__ \
+(/work/data.py:7) 7
+process 3:"python -c a;b";process 9:"python;c";thread (10): feeder;run (/work/train.py:1) 7
+process 3:"python -c a;b";process 8:"sh";thread (8): MainThread;other (/work/tool.py:1) 7
 """
 
 
@@ -267,15 +276,18 @@ async def test_a_profile_has_the_stacks_of_the_main_thread_with_paths_as_they_ar
         return RAW.replace("\\\n", "").encode()
 
     monkeypatch.setattr(stacks, "_py_spy", py_spy)
-    samples, found = await stacks.profile(3, 10.0, tmp_path)
-    assert samples == 21
-    assert [stack.samples for stack in found] == [16, 4, 1]
-    assert [list(map(str, stack.frames)) for stack in found] == [
+    found, workers = await stacks.profile(3, 10.0, tmp_path, workers=True)
+    assert (found.samples, workers.samples) == (21, 7)
+    assert [stack.samples for stack in found.stacks] == [16, 4, 1]
+    assert [list(map(str, stack.frames)) for stack in workers.stacks] == [
+        ["data.py:7 __getitem__", "torch/utils/data/_utils/fetch.py:5 fetch"]
+    ]
+    assert [list(map(str, stack.frames)) for stack in found.stacks] == [
         ["/else/where.py:1 kernel", "torch/nn/m.py:9 __call__", "train.py:14 <module>"],
         ["queue.py:171 Queue.get", "my data/load.py:3 next_batch", "train.py:12 <module>"],
         [],
     ]
-    assert [frame.is_installed for frame in found[1].frames] == [True, False, False]
+    assert [frame.is_installed for frame in found.stacks[1].frames] == [True, False, False]
 
 
 def test_the_agent_samples_ranks_on_command(
@@ -290,8 +302,8 @@ def test_the_agent_samples_ranks_on_command(
     found = {one.rank: one for one in wait_for(lambda: events_of_both(server))}
     assert found[7].error == "rank 7 has no process on this node"
     assert found[0].error is None
-    assert found[0].samples > 0
-    functions_of_all = {frame.function for stack in found[0].stacks for frame in stack.frames}
+    assert found[0].main.samples > 0
+    functions_of_all = {frame.function for stack in found[0].main.stacks for frame in stack.frames}
     assert "waits_for_the_lock" in functions_of_all
 
 
@@ -302,10 +314,11 @@ def events_of_both(server: Any) -> list[RankProfile] | None:
 
 def test_a_profile_is_bounded_and_can_be_stored() -> None:
     deep = ProfiledStack([StackFrame("f" * 999, "\0file", -1)] * 500, 2)
-    stacks_kept = bounded_profile([deep] * 500 + [ProfiledStack([], 5), ProfiledStack([], -1)])
-    assert len(stacks_kept) == MAXIMUM_STACKS
-    assert stacks_kept[0].samples == 5
-    assert stacks_kept[1].frames == [StackFrame("f" * MAXIMUM_TEXT, "file", 0)] * MAXIMUM_FRAMES
+    others = [ProfiledStack([], 5), ProfiledStack([], -1)]
+    kept = bounded_profile(Profile(9, [deep] * 500 + others)).stacks
+    assert len(kept) == MAXIMUM_STACKS
+    assert kept[0].samples == 5
+    assert kept[1].frames == [StackFrame("f" * MAXIMUM_TEXT, "file", 0)] * MAXIMUM_FRAMES
 
 
 def test_a_stack_is_bounded_and_can_be_stored() -> None:

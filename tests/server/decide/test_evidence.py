@@ -146,3 +146,13 @@ def test_a_peer_that_was_sampled_before_is_sampled_again_beside_another_slow_ran
 def test_a_verdict_that_wants_none_has_nobody_sampled(world: World) -> None:
     world.tick((replace(straggler(world, 5, 0), profiles_wanted=[]),))
     assert profiled(world) == []
+
+
+def test_of_a_rank_whose_data_is_late_the_loader_workers_are_sampled_too(world: World) -> None:
+    world.tick((straggler(world, 5, 0),))
+    world.tick((replace(straggler(world, 4, 0), kind="slow_data"),))
+    commands = [one.command for one in world.commands if isinstance(one.command, TakeProfiles)]
+    assert {rank: one.workers for one in commands for rank in one.ranks if rank} == {
+        4: True,
+        5: False,
+    }

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from simulated_step import SimulatedStep, one_forward_one_backward
 from timed_run import T0, TimedRun
+from watched import Watched
 
+from paceline_server.detect.slow_data.detector import SlowDataDetector
+from paceline_server.detect.slow_line import LEAST_SAMPLES, LineSearch, SlowLine
 from paceline_server.detect.straggler.detector import StragglerDetector
-from paceline_server.detect.straggler.slow_line import LEAST_SAMPLES, SlowLine, slow_line
 from paceline_wire.batch import RankProfile
-from paceline_wire.stacks import ProfiledStack, StackFrame
+from paceline_wire.stacks import Profile, ProfiledStack, StackFrame
 from paceline_wire.topology import Topology
 
 TRAIN = StackFrame("<module>", "train.py", 12)
@@ -26,21 +32,50 @@ COMPUTING = [FORWARD, STEP]
 WAITING = [BACKWARD, STEP]
 
 
-def profile(rank: int, *stacks: tuple[list[StackFrame], int], time_ns: int = 0) -> RankProfile:
-    return RankProfile(
-        time_ns=time_ns,
-        job="job",
-        generation=0,
-        rank=rank,
-        samples=sum(samples for _, samples in stacks),
-        stacks=[ProfiledStack(frames, samples) for frames, samples in stacks],
+Stack = tuple[list[StackFrame], int]
+
+
+def profile(
+    rank: int, *stacks: Stack, workers: Sequence[Stack] = (), time_ns: int = 0
+) -> RankProfile:
+    main, of_workers = (
+        Profile(sum(n for _, n in each), [ProfiledStack(frames, n) for frames, n in each])
+        for each in (stacks, workers)
     )
+    return RankProfile(
+        time_ns=time_ns, job="job", generation=0, rank=rank, main=main, workers=of_workers
+    )
+
+
+def slow_line(slow: RankProfile, peer: RankProfile, *, of_workers: bool = False) -> SlowLine | None:
+    seen = TimedRun(Topology(2), seed=1)
+    seen.profiles = {slow.rank: slow, peer.rank: peer}
+    search, wanted = LineSearch(of_workers), [slow.rank, peer.rank]
+    assert search.finds(wanted, 0, seen.observe()) == (search.line is not None)
+    assert not search.finds(wanted, 0, seen.observe()), "the same samples again"
+    return search.line
+
+
+def test_the_line_of_slow_data_is_one_of_the_workers_of_the_loader() -> None:
+    slow = profile(1, (LOADING, 100), (WAITING, 100), workers=[([FORWARD], 390), ([GET], 10)])
+    peer = profile(0, (WAITING, 200), workers=[([FORWARD], 100), ([GET], 300)])
+    found = slow_line(slow, peer, of_workers=True)
+    assert found is not None
+    assert found.sentence == (
+        "Its loader workers are in model.py:88 forward for 98% of the time, those of "
+        "rank 0 for 25%."
+    )
+    alone = profile(1, (LOADING, 100), (WAITING, 100))
+    found = slow_line(alone, peer, of_workers=True)
+    assert found is not None
+    assert found.sentence == "It is in data.py:30 next_batch for 50% of the time, rank 0 for 0%."
+    assert slow_line(slow, alone, of_workers=True) is None, "the peer has no workers"
 
 
 def test_the_line_is_the_innermost_one_of_the_script_with_what_it_calls() -> None:
     slow = profile(1, (LOADING, 80), (COMPUTING, 100), (WAITING, 20))
     peer = profile(0, (LOADING, 4), (COMPUTING, 96), (WAITING, 100))
-    assert slow_line(slow, peer) == SlowLine(1, 0, NEXT, GET, 0.4, 0.02)
+    assert slow_line(slow, peer) == SlowLine(1, 0, False, NEXT, GET, 0.4, 0.02)
 
 
 def test_without_a_line_of_the_script_it_is_one_of_a_package() -> None:
@@ -127,3 +162,27 @@ def test_a_rank_without_peers_is_not_sampled() -> None:
     run.slow = {2: 1.5}
     (found,) = run.advance(5)
     assert found.profiles_wanted == [], "other stages have other lines"
+
+
+def test_a_rank_with_late_data_is_reported_again_with_the_line_of_its_workers() -> None:
+    job = SimulatedStep(
+        Topology(8),
+        one_forward_one_backward(1, 8),
+        transfer_seconds=0.0003,
+        jitter=0.03,
+        late_data=dict.fromkeys(range(8), 0.001),
+    )
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(job.play(step) for step in range(20))
+    late = dataclasses.replace(job, late_data={**job.late_data, 2: 0.2})
+    (found,) = watched.show(late.play(step) for step in range(20, 25))
+    assert (found.rank, found.profiles_wanted) == (2, [2, 0])
+    at_ns = late.play(26).ranks.end_ns.max()
+    watched.profiles = {
+        2: profile(2, (LOADING, 200), workers=[([FORWARD], 400)], time_ns=int(at_ns)),
+        0: profile(0, (WAITING, 200), workers=[([GET], 400)], time_ns=int(at_ns)),
+    }
+    (found,) = watched.show(late.play(step) for step in range(25, 30))
+    assert found.cause == "slow data loading"
+    line = "Its loader workers are in model.py:88 forward for 100% of the time, those of rank 0"
+    assert f" {line} for 0%." in found.summary

@@ -16,6 +16,7 @@ from paceline_server.steps.groups import Groups
 from paceline_server.steps.timing import StepTiming
 from paceline_server.steps.types import StepSummary
 from paceline_server.whatif.online import RunReplay
+from paceline_wire.batch import RankProfile
 from paceline_wire.topology import Topology
 
 
@@ -52,6 +53,7 @@ class Watched:
         self.active: Sequence[Finding] = ()
         self.hidden_slowdown = 1.0
         self.ranks: dict[int, LiveRank] = {}
+        self.profiles: dict[int, RankProfile] = {}
         self.findings: list[Finding] = []
         self._bubbles = BubbleModel(topology)
         self._recent: list[StepTiming] = []
@@ -77,6 +79,7 @@ class Watched:
             exits=[],
             device_events=[],
             ranks=self.ranks,
+            profiles=self.profiles,
             last_seen_ns={},
             exited={},
             losses={},

@@ -37,6 +37,7 @@ from paceline_server.detect.reporting import (
 )
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
+from paceline_server.detect.slow_line import LineSearch, rank_and_peer
 from paceline_server.medians import column_medians, median
 from paceline_server.policy import Policy
 from paceline_server.steps.grid import grid_of
@@ -62,6 +63,7 @@ class _LateData:
     finding: Finding | None = None  # None: it has not lasted long enough to be reported
     cost: MeasuredCost = field(default_factory=MeasuredCost)
     quiet_steps: int = 0
+    search: LineSearch = field(default_factory=lambda: LineSearch(of_workers=True))
 
     @property
     def is_uncertain(self) -> bool:
@@ -182,7 +184,24 @@ class SlowDataDetector(Detector):
                 self._started_ns[first],
                 LEAST_SECONDS if is_steady else settings.recurring_seconds,
             )
-        return findings + self._changed_costs(observation) + self._report_lasting(observation)
+        return [
+            *findings,
+            *self._changed_costs(observation),
+            *self._report_lasting(observation),
+            *self._with_lines(observation),
+        ]
+
+    def _with_lines(self, observation: Observation) -> list[Finding]:
+        """Return the verdicts whose Python line is known by now."""
+        findings = []
+        for fingerprint, active in self._active.items():
+            before = active.finding
+            if before is None or before.cause != CAUSE:
+                continue
+            if active.search.finds(before.profiles_wanted, active.onset_ns, observation):
+                active.finding = self._finding(fingerprint, active, observation)
+                findings.append(active.finding)
+        return findings
 
     def _changed_costs(self, observation: Observation) -> list[Finding]:
         """Return the reported findings that cost more or less than when they were reported."""
@@ -355,6 +374,11 @@ class SlowDataDetector(Detector):
         cause = CAUSE if diagnosis.cause == UNKNOWN else diagnosis.cause
         how_often = "per step" if is_steady else "in some steps"
         reason = "" if cause == CAUSE else f", because of {cause}"
+        line = active.search.line if cause == CAUSE else None
+        wanted = [] if active.finding is None else active.finding.profiles_wanted
+        if not wanted and rank is not None and cause == CAUSE:
+            affected = {one for other in self._active.values() for one in other.ranks}
+            wanted = rank_and_peer(rank, affected, self.generation)
         whom = "before" if rank is None else "for its peers and before"
         return self.finding(
             fingerprint,
@@ -362,6 +386,7 @@ class SlowDataDetector(Detector):
             summary=(
                 f"{self._subject(rank)} has waited {waited * 1e3:.0f} ms {how_often} for its data "
                 f"since step {onset}{reason}. It {cost_text(cost, speedup)}."
+                + ("" if line is None else f" {line.sentence}")
             ),
             now_ns=observation.now_ns,
             rank=rank,
@@ -390,9 +415,11 @@ class SlowDataDetector(Detector):
                     float(slow.size),
                     0.0,
                 ),
+                *([] if line is None else [line.evidence]),
                 *diagnosis.evidence,
             ],
             counter_evidence=diagnosis.counter_evidence,
+            profiles_wanted=wanted,
         )
 
 

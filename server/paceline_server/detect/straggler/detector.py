@@ -48,6 +48,7 @@ from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.reporting import cost_of, cost_text, gain, is_alike
 from paceline_server.detect.rise_reports import RiseReports
 from paceline_server.detect.shared_settings import LEAST_SECONDS
+from paceline_server.detect.slow_line import rank_and_peer
 from paceline_server.detect.statistics.change_point import (
     AGREEING,
     KEPT,
@@ -61,7 +62,6 @@ from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
 from paceline_server.detect.straggler.recent_steps import RecentSteps
 from paceline_server.detect.straggler.settings import DEFAULTS, StragglerSettings
 from paceline_server.detect.straggler.since_first import SlowSinceFirst
-from paceline_server.detect.straggler.slow_line import SlowLine, slow_line
 from paceline_server.detect.straggler.slow_unit import MOST, SlowUnit, SlowUnits
 from paceline_server.detect.straggler.verdict import (
     ALIKE,
@@ -480,32 +480,13 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
 
     def _with_lines(self, observation: Observation) -> list[Finding]:
         """Return the verdicts whose Python line is known by now."""
-        found = []
-        for active in self.reported.values():
-            if active.is_reported and active.line is None:
-                active.line = self._line(active, observation)
-                if active.line is not None and active.finding.cause == UNKNOWN:
-                    found.append(self.report(active, observation))
-        return found
-
-    def _line(self, active: ReportedStraggler, observation: Observation) -> SlowLine | None:
-        profiles = [observation.profiles.get(rank) for rank in active.finding.profiles_wanted]
-        slow, peer = profiles if len(profiles) == 2 else (None, None)
-        if slow is None or peer is None or min(slow.time_ns, peer.time_ns) < active.onset_ns:
-            return None
-        return slow_line(slow, peer)
-
-    def _sampled(self, unit: SlowUnit) -> list[int]:
-        """Return a slow rank and a peer; empty if it has none."""
-        slow = set(ranks_in(self.reported.values()))
-        stage = self.generation.stage(unit.ranks[0])
-        peers = (
-            rank
-            for rank in range(self.generation.topology.world_size)
-            if rank not in slow and self.generation.stage(rank) == stage
-        )
-        peer = next(peers, None)
-        return [] if peer is None else [unit.ranks[0], peer]
+        return [
+            self.report(active, observation)
+            for active in self.reported.values()
+            if active.is_reported
+            and active.finding.cause == UNKNOWN
+            and active.search.finds(active.finding.profiles_wanted, active.onset_ns, observation)
+        ]
 
     # Ranks that became slow together
 
@@ -571,7 +552,11 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         )
         speedup = None if speedup is None else gain(cost_ratio)
         is_unknown = own.diagnosis.cause == UNKNOWN
-        line = active.line if is_unknown else None
+        line = active.search.line if is_unknown else None
+        wanted = active.finding.profiles_wanted
+        if not wanted and is_unknown:
+            slow = set(ranks_in(self.reported.values()))
+            wanted = rank_and_peer(active.unit.ranks[0], slow, self.generation)
         return msgspec.structs.replace(
             active.finding,
             cause=own.diagnosis.cause,
@@ -600,8 +585,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 *own.diagnosis.evidence,
             ],
             counter_evidence=own.diagnosis.counter_evidence,
-            profiles_wanted=active.finding.profiles_wanted
-            or (self._sampled(active.unit) if is_unknown else []),
+            profiles_wanted=wanted,
         )
 
     def _measured(self, reported: ReportedStraggler, observation: Observation) -> MeasuredStraggler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
@@ -12,7 +12,7 @@ from paceline_server.detect.finding import Evidence
 from paceline_server.detect.observation import Generation
 from paceline_server.detect.reporting import because, is_alike
 from paceline_server.detect.rise_reports import ReportedRise
-from paceline_server.detect.straggler.slow_line import SlowLine
+from paceline_server.detect.slow_line import LineSearch
 from paceline_server.detect.straggler.slow_unit import SlowUnit
 
 ALIKE = 0.2  # relative difference of slowdowns that is too small to report
@@ -41,7 +41,7 @@ class ReportedStraggler(ReportedRise):
     unit: SlowUnit
     way: Way
     each: int = 1  # number of steps of one value of its levels
-    line: SlowLine | None = None  # known some seconds after the first report
+    search: LineSearch = field(default_factory=LineSearch)
 
 
 @dataclass(frozen=True, slots=True)
