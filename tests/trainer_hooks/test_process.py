@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -343,6 +344,41 @@ for batch in paceline.steps(range(10)):
     assert [frame.op for frame in view.frames] == [Op.STEP, Op.FORWARD, 1024]
     complete = [span.step for span in unpack(reader.read()) if span.op == Op.STEP]
     assert complete == [0, 1, 2, 3]
+
+
+PRCTL = """
+#include <stdarg.h>
+#include <stdio.h>
+#include <unistd.h>
+int prctl(int option, ...) {
+    va_list arguments;
+    va_start(arguments, option);
+    FILE *log = fopen(LOG, "a");
+    fprintf(log, "%#x %lu %d\\n", option, va_arg(arguments, unsigned long), getpid());
+    fclose(log);
+    va_end(arguments);
+    return -1;  // as without Yama
+}
+"""
+
+
+def test_the_agent_of_this_user_may_read_the_stacks_where_yama_forbids_it(tmp_path: Path) -> None:
+    """The kernel may have no Yama, so that a library in place of libc's shows the calls."""
+    (tmp_path / "prctl.c").write_text(PRCTL)
+    library, log = tmp_path / "prctl.so", tmp_path / "log"
+    build = ["gcc", "-shared", "-fPIC", f'-DLOG="{log}"', "-o", library, tmp_path / "prctl.c"]
+    subprocess.run(build, check=True, timeout=60)
+    rings = tmp_path / "rings"
+    rings.mkdir()
+    source = "import os, paceline\npaceline.init()\nif os.fork() == 0:\n    os._exit(0)\nos.wait()"
+    assert run(source, rings, LD_PRELOAD=str(library)).returncode == 0
+    assert not log.exists(), "no agent runs"
+    with open(tmp_path / "agent.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run(source, rings, LD_PRELOAD=str(library)).returncode == 0
+    calls = [line.split() for line in log.read_text().splitlines()]
+    assert [call[:2] for call in calls] == [["0x59616d61", str(os.getpid())]] * 2
+    assert calls[0][2] != calls[1][2], "the forked process, such as a loader worker, as well"
 
 
 FAULTS = """

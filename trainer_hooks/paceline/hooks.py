@@ -23,7 +23,7 @@ from weakref import WeakMethod
 
 from msgspec.structs import replace
 
-from paceline import awaited_restart, fatal_signals
+from paceline import awaited_restart, fatal_signals, tracer
 from paceline.collectives import coverage
 from paceline.collectives.native import NativeRecorder, recorder_of_process_groups
 from paceline.device import on_device
@@ -252,6 +252,7 @@ def _start(
     session.recorder.watch_gc()
     session.guard(session.watch_exit)
     session.guard(fatal_signals.watch, ring.path)
+    session.guard(tracer.allow_agent, environment.ring_directory)
     if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
         multiprocessing.Finalize(None, _at_exit, exitpriority=0)
     session.guard(_wrap_torch, session, mesh)

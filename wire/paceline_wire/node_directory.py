@@ -37,13 +37,25 @@ def is_in_use(directory: Path) -> bool:
     return _lock_id(directory / LOCK) in _held_locks()
 
 
-def _held_locks() -> set[str]:
-    """Return `MAJOR:MINOR:INODE` of each locked file that this process can see."""
+def own_agent(directory: Path) -> int | None:
+    """Return the pid of the agent with this directory, if it runs as this user and is visible."""
+    lock = directory / LOCK
     try:
-        lines = _LOCKS.read_text().splitlines()
+        is_own = lock.stat().st_uid == os.getuid()
     except OSError:
-        return set()
-    return {fields[5] for line in lines if len(fields := line.split()) > 5 and fields[1] == "FLOCK"}
+        return None
+    holder = _held_locks().get(_lock_id(lock) or "", "")
+    return int(holder) if is_own and holder.isdecimal() and int(holder) else None
+
+
+def _held_locks() -> dict[str, str]:
+    """Return the pid of the holder by `MAJOR:MINOR:INODE` of each locked file that this process can
+    see; 0 if the holder is in another PID namespace."""
+    try:
+        lines = map(str.split, _LOCKS.read_text().splitlines())
+    except OSError:
+        return {}
+    return {fields[5]: fields[4] for fields in lines if len(fields) > 5 and fields[1] == "FLOCK"}
 
 
 def _lock_id(lock: Path) -> str | None:

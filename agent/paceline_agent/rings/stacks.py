@@ -42,7 +42,7 @@ _CHUNK_BYTES = 1 << 20
 MAXIMUM_CHILDREN = 16  # per rank
 _PERMISSION = (
     "py-spy may not read process {pid}: run the agent as the same user; if "
-    "kernel.yama.ptrace_scope is 1 or more, also give it CAP_SYS_PTRACE"
+    "kernel.yama.ptrace_scope is 2 or more, also give it CAP_SYS_PTRACE"
 )
 
 _MAIN_THREAD = "MainThread"

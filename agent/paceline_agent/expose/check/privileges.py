@@ -56,9 +56,11 @@ def stacks(procfs: Path) -> CheckRow:
         return CheckRow(what, YES, f"of all users: CAP_SYS_PTRACE, {setting}")
     if scope == "2":
         return CheckRow(what, NO, setting, "grant CAP_SYS_PTRACE")
-    whose = "of this user's ranks" if scope == "0" else "of ranks this agent started"
     return CheckRow(
-        what, PARTLY, f"{whose}, {setting}", "grant CAP_SYS_PTRACE for other users' ranks"
+        what,
+        PARTLY,
+        f"of this user's ranks, {setting}",
+        "grant CAP_SYS_PTRACE for other users' ranks",
     )
 
 
