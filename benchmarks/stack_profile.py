@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from ctypes import c_ulonglong
 from multiprocessing.sharedctypes import Synchronized
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -51,7 +50,7 @@ def measure() -> Iterator[Result]:
             time.sleep(SECONDS)
             alone.append((steps.value - before) / (time.perf_counter() - begun))
             begun, before = time.perf_counter(), steps.value
-            main, _ = asyncio.run(stacks.profile(trainer.pid, SECONDS, Path("/proc")))
+            main, _ = asyncio.run(stacks.profile(trainer.pid, SECONDS))
             sampled.append((steps.value - before) / (time.perf_counter() - begun))
             samples += main.samples
         used = _cpu_seconds() - used

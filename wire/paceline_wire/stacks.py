@@ -13,6 +13,7 @@ MAXIMUM_TEXT = 200  # characters per name or path
 
 # Packages that only call the script or wait for it, so that its own line is more useful.
 CALLERS = frozenset({"paceline", "paceline_autostart", "torch"})
+_CALLER = re.compile(f"/({'|'.join(sorted(CALLERS))})/")
 _INSTALLED = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*t?/|^<frozen ")
 
 
@@ -98,6 +99,11 @@ def _bounded_frames(frames: list[StackFrame]) -> list[StackFrame]:
 def is_installed(path: str) -> bool:
     """Return whether a source file is in an installed package or the standard library."""
     return _INSTALLED.search(path) is not None
+
+
+def is_caller(path: str) -> bool:
+    """Return whether a source file is in one of CALLERS, wherever that is installed."""
+    return _CALLER.search(path) is not None
 
 
 def plain(text: str) -> str:

@@ -22,12 +22,14 @@ import msgspec
 
 from paceline_agent.collect.child_processes import ChildProcesses
 from paceline_wire.stacks import (
+    CALLERS,
     Profile,
     ProfiledStack,
     StackFrame,
     ThreadStack,
     bounded,
     bounded_profile,
+    is_caller,
     is_installed,
     plain,
 )
@@ -51,7 +53,9 @@ _PROCESS = re.compile(r'(?:^|;)process (\d+):"')
 _THREAD = re.compile(r"(?:^|;)thread \((\d+)\)(?:: ([^;]*))?(?:;|$)")
 # A frame of a profile, and the directories that installed packages are imported from.
 _FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
-_IMPORTED_FROM = re.compile(r".*/(?:(?:site|dist)-packages|python3[.\d]*t?)/")
+_IMPORTED_FROM = re.compile(
+    rf".*/(?:(?:(?:site|dist)-packages|python3[.\d]*t?)/|(?=(?:{'|'.join(sorted(CALLERS))})/))"
+)
 
 # Files in whose functions a process waits for another one that multiprocessing started.
 _WAITS_FOR_CHILD = ("multiprocessing/", "torch/utils/data/")
@@ -122,9 +126,7 @@ async def take(pid: int) -> list[ThreadStack]:
         raise StacksError(f"py-spy did not read process {pid} within {SECONDS:.0f} s") from None
 
 
-async def profile(
-    pid: int, seconds: float, procfs_root: Path, *, workers: bool = False
-) -> tuple[Profile, Profile]:
+async def profile(pid: int, seconds: float, *, workers: bool = False) -> tuple[Profile, Profile]:
     """Sample the main thread for so many seconds; with `workers`, also those of processes that
     multiprocessing started. Return both. Raises StacksError."""
     seconds = min(max(seconds, 1.0), LONGEST_PROFILE)
@@ -141,13 +143,9 @@ async def profile(
         raise StacksError(
             f"py-spy did not sample process {pid} within {SECONDS + seconds:.0f} s"
         ) from None
-    try:
-        directory = os.readlink(procfs_root / str(pid) / "cwd")
-    except OSError:  # it has ended, or belongs to another user
-        directory = ""
     main, of_workers = [], []
     for line in output.decode(errors="replace").splitlines():
-        if (sampled := _sampled(line, pid, directory)) is None:
+        if (sampled := _sampled(line, pid)) is None:
             continue
         process, stack = sampled
         started = next(filter(_starts_child, stack.frames), None)
@@ -169,7 +167,7 @@ def _starts_child(frame: StackFrame) -> bool:
     return is_of_process and frame.function.endswith("_bootstrap")
 
 
-def _sampled(line: str, pid: int, directory: str) -> tuple[int, ProfiledStack] | None:
+def _sampled(line: str, pid: int) -> tuple[int, ProfiledStack] | None:
     """Return a process and a stack of its main thread from a line of py-spy; None for others.
 
     It writes `thread (TID): NAME;FRAME;FRAME SAMPLES`, the outermost frame first, with the
@@ -187,7 +185,7 @@ def _sampled(line: str, pid: int, directory: str) -> tuple[int, ProfiledStack] |
         [
             StackFrame(
                 frame[1],
-                _import_path(frame[2], directory),
+                _import_path(frame[2]),
                 int(frame[3]),
                 is_installed=is_installed(frame[2]),
             )
@@ -198,11 +196,12 @@ def _sampled(line: str, pid: int, directory: str) -> tuple[int, ProfiledStack] |
     return int(processes[-1]) if processes else pid, profiled
 
 
-def _import_path(path: str, directory: str) -> str:
-    """Return the path as `StackFrame.file`. `directory`: the working directory of the process."""
-    if is_installed(path):
+def _import_path(path: str) -> str:
+    """Return the path as `StackFrame.file`; of a script, which may be imported from anywhere, the
+    directory and the name."""
+    if is_installed(path) or is_caller(path):
         return _IMPORTED_FROM.sub("", path)
-    return path.removeprefix(f"{directory}/") if directory else path
+    return "/".join(path.split("/")[-2:])
 
 
 async def _read(pid: int) -> list[ThreadStack]:

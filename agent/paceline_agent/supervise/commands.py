@@ -223,9 +223,7 @@ class CommandRunner:
         try:
             if pid is None:
                 raise stacks.StacksError(f"rank {rank} has no process on this node")
-            main, workers = await stacks.profile(
-                pid, command.seconds, self._procfs_root, workers=command.workers
-            )
+            main, workers = await stacks.profile(pid, command.seconds, workers=command.workers)
             event = replace(event, main=main, workers=workers)
         except stacks.StacksError as failure:
             event = replace(event, error=str(failure))

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from paceline_wire.ending import fatal_stack
-from paceline_wire.stacks import CALLERS, is_installed
+from paceline_wire.stacks import is_caller, is_installed
 
 _CONSEQUENCE = re.compile(
     r"nccl.*(remote|system) error|gloo.*(enforce|transport)|\[gloo|processgroup|not? heartbeat"
@@ -67,7 +67,6 @@ _CPP_FRAME = "frame #"
 _FRAME = re.compile(r'  File "(.+)", line (\d+)(?:, in (.+))?')
 _FATAL_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _TORCH_FILE = "/torch/"
-_CALLERS = re.compile(f"/({'|'.join(sorted(CALLERS))})/")  # wherever they are installed
 _RAISE = re.compile(r"    raise\b")
 _MARKED = re.compile(r" +[~^]+")
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
@@ -107,7 +106,7 @@ def fatal_place(log_tail: str) -> str | None:
 
 def _own(places: list[str]) -> list[str]:
     """Return the places in the script's own files."""
-    return [p for p in places if not is_installed(p) and not _CALLERS.search(p)]
+    return [p for p in places if not is_installed(p) and not is_caller(p)]
 
 
 def abort_line(log_tail: str, *, is_error: bool) -> str:
