@@ -123,7 +123,7 @@ def create_fault_file(ring: Path) -> int:
 
 
 def read_fault(ring: Path, owner: int) -> str:
-    """Return the `fatal_stack` in the file; empty if there is none of this user or of root."""
+    """Return the `fatal_stack` in the file; empty without a file that this user or root owns."""
     try:
         text = _read(fault_path(ring), owner).decode(errors="replace")
     except OSError:

@@ -92,14 +92,16 @@ class RankEnd:
             signal=ending.signal,
             launcher_signal=ending.launcher_signal,
             launcher_gone=torchrun is not None and not is_running(self._procfs_root, torchrun),
-            log_tail="\n".join(filter(None, (ending.error, self.fatal_stack(ending.signal)))),
+            log_tail=self.with_fatal_stack(ending.error, ending.signal),
         )
 
-    def fatal_stack(self, signal: int | None) -> str:
-        """Return the Python stack of the rank that this signal ended; empty if it left none."""
+    def with_fatal_stack(self, log: str, signal: int | None) -> str:
+        """Return the log with the Python stack of the rank, if this signal ended it and it left
+        one."""
         if signal not in FATAL_SIGNALS:
-            return ""
-        return read_fault(self._reader.path, self._reader.status.st_uid)
+            return log
+        stack = read_fault(self._reader.path, self._reader.status.st_uid)
+        return "\n".join(filter(None, (log, stack)))
 
     def _is_consequence(self, code: int, ending: Ending) -> bool:
         """Return whether what was reported before explains this exit status.

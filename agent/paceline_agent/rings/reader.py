@@ -207,10 +207,11 @@ class Rings:
                     self._drop(attached, delete=True)
         self.supervised.pop(key, None)
 
-    def fatal_stack(self, key: RankKey, signal: int | None) -> str:
-        """Return `RankEnd.fatal_stack` of a rank, whose ring is not finished yet."""
-        rings = (attached for attached in self._attached.values() if attached.key == key)
-        return next((attached.end.fatal_stack(signal) for attached in rings), "")
+    def with_fatal_stack(self, key: RankKey, log: str, signal: int | None) -> str:
+        """Return `RankEnd.with_fatal_stack` of a rank, whose ring is not finished yet."""
+        ends = (attached.end for attached in self._attached.values() if attached.key == key)
+        end = next(ends, None)
+        return log if end is None else end.with_fatal_stack(log, signal)
 
     def remove_before(self, job: str, generation: int) -> None:
         """Delete the rings of older generations of `job`."""

@@ -107,11 +107,10 @@ async def _take_of_child(pid: int) -> ThreadStack | None:
         main = (await take(pid))[0]
     except (StacksError, IndexError):
         return None
-    for index, frame in enumerate(main.frames):
-        if _starts_child(frame):  # a forked process also has the frames of its parent
-            frames = main.frames[:index]
-            return msgspec.structs.replace(main, frames=frames, holds_gil=False, child_pid=pid)
-    return None
+    frames = _of_child(main.frames)
+    if frames is None:
+        return None
+    return msgspec.structs.replace(main, frames=frames, holds_gil=False, child_pid=pid)
 
 
 async def take(pid: int) -> list[ThreadStack]:
@@ -148,11 +147,9 @@ async def profile(pid: int, seconds: float, *, workers: bool = False) -> tuple[P
         if (sampled := _sampled(line, pid)) is None:
             continue
         process, stack = sampled
-        started = next(filter(_starts_child, stack.frames), None)
         if process == pid:
             main.append(stack)
-        elif started is not None:  # a forked process also has the frames of its parent
-            frames = stack.frames[: stack.frames.index(started)]
+        elif (frames := _of_child(stack.frames)) is not None:
             of_workers.append(ProfiledStack(frames, stack.samples))
     return _profile(main), _profile(of_workers)
 
@@ -161,10 +158,17 @@ def _profile(stacks: list[ProfiledStack]) -> Profile:
     return bounded_profile(Profile(sum(stack.samples for stack in stacks), stacks))
 
 
-def _starts_child(frame: StackFrame) -> bool:
-    """Return whether multiprocessing runs a process that it started in this frame."""
-    is_of_process = frame.is_installed and frame.file == "multiprocessing/process.py"
-    return is_of_process and frame.function.endswith("_bootstrap")
+def _of_child(frames: list[StackFrame]) -> list[StackFrame] | None:
+    """Return the frames of a process that multiprocessing started; None if it did not start it.
+
+    A forked process also has the frames of its parent.
+    """
+    for index, frame in enumerate(frames):
+        if (frame.file, frame.is_installed) == ("multiprocessing/process.py", True) and (
+            frame.function.endswith("_bootstrap")
+        ):
+            return frames[:index]
+    return None
 
 
 def _sampled(line: str, pid: int) -> tuple[int, ProfiledStack] | None:

@@ -11,8 +11,9 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -56,6 +57,8 @@ RECONNECT_MAXIMUM_SECONDS = 2.0
 REMEMBERED = 1024  # results of commands that are kept, because the server may send a command again
 PROCESS_SECONDS = 5.0  # to read a process, whose directory may be on a network file system
 RING_SECONDS = 5.0  # how long a control command waits for the rings of ranks that are just starting
+
+_OfRanks = TypeVar("_OfRanks", TakeStacks, TakeProfiles, TakeDumps)
 
 
 class CommandRunner:
@@ -133,11 +136,11 @@ class CommandRunner:
             case ControlRanks():
                 return await self._control(command)
             case TakeStacks():
-                return await self._take_stacks(command)
+                return await self._send_each(command, self._send_stacks)
             case TakeProfiles():
-                return await self._take_profiles(command)
+                return await self._send_each(command, self._send_profile)
             case TakeDumps():
-                return await self._take_dumps(command)
+                return await self._send_each(command, self._send_dump)
             case EndRanks():
                 return end_ranks(self._rings, command, self._procfs_root)
             case Burst():
@@ -168,26 +171,15 @@ class CommandRunner:
                 return f"no rank of {job} generation {generation} runs on this node"
             await asyncio.sleep(0.1)
 
-    async def _take_stacks(self, command: TakeStacks) -> str | None:
-        """Read the stacks.
+    async def _send_each(
+        self, command: _OfRanks, send: Callable[[_OfRanks, int], Awaitable[str | None]]
+    ) -> str | None:
+        """Read the ranks at the same time. Return the errors.
 
-        Each rank's are sent immediately, because the server may wait for the first.
+        Each rank's result is sent immediately, because the server may wait for the first.
         """
-        tasks = [self._send_stacks(command, rank) for rank in sorted(set(command.ranks))]
-        errors = [error for error in await asyncio.gather(*tasks) if error is not None]
-        return "; ".join(errors) or None
-
-    async def _take_profiles(self, command: TakeProfiles) -> str | None:
-        """Sample the stacks of all ranks during the same time."""
-        tasks = [self._send_profile(command, rank) for rank in sorted(set(command.ranks))]
-        errors = [error for error in await asyncio.gather(*tasks) if error is not None]
-        return "; ".join(errors) or None
-
-    async def _take_dumps(self, command: TakeDumps) -> str | None:
-        """Read the flight recorder dumps; each rank's is sent immediately."""
-        tasks = [self._send_dump(command, rank) for rank in sorted(set(command.ranks))]
-        errors = [error for error in await asyncio.gather(*tasks) if error is not None]
-        return "; ".join(errors) or None
+        results = (send(command, rank) for rank in sorted(set(command.ranks)))
+        return "; ".join(filter(None, await asyncio.gather(*results))) or None
 
     async def _send_dump(self, command: TakeDumps, rank: int) -> str | None:
         event = RankDump(

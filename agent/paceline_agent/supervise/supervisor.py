@@ -511,7 +511,7 @@ class Supervisor:
         if rank.exited or rank.pid is None:
             return
         rank.exited = True
-        stack = self._rings.fatal_stack(rank.key, number)
+        log_tail = self._rings.with_fatal_stack(rank.key, rank.log.tail(), number)
         self._finish_ring(rank.key)
         finished_by_command = exit_code == 0 and rank.control in _STOPPING_CONTROLS
         others = [
@@ -526,7 +526,7 @@ class Supervisor:
             signal=number,
             commanded=rank.stopping or finished_by_command,
             drained=rank.draining,
-            log_tail="\n".join(filter(None, (rank.log.tail(), stack))),
+            log_tail=log_tail,
             renewable=self._renewals.are_resilient([rank.pid, *others]),
             **rank.key._asdict(),
         )

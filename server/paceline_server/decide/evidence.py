@@ -7,7 +7,7 @@ A restart waits for those of a hung job for a short time only: it wastes all its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from msgspec.structs import replace
@@ -40,7 +40,9 @@ def request_stacks(draft: Draft) -> None:
             if rank in agents and rank not in incident.stacks_asked
         ][:room]
         if wanted:
-            _request(draft, incident, wanted, agents)
+            _issue(draft, incident, wanted, agents, TakeStacks)
+            asked = [*incident.stacks_asked, *wanted]
+            draft.put_incident(replace(incident, stacks_asked=asked, stacks_asked_ns=draft.now_ns))
 
 
 def request_profiles(draft: Draft) -> None:
@@ -58,11 +60,9 @@ def request_profiles(draft: Draft) -> None:
             if wanted[0] in asked or len(asked) >= MAXIMUM_PROFILES:
                 continue
             asked.append(wanted[0])
-            for agent, ranks in _by_agent(wanted, agents):
-                workers = finding.kind == SLOW_DATA.name
-                kind = partial(TakeProfiles, seconds=seconds, workers=workers)
-                command = _ReadCommand(draft, ranks, kind)
-                draft.issue(agent, incident.incident_id, command)
+            workers = finding.kind == SLOW_DATA.name
+            kind = partial(TakeProfiles, seconds=seconds, workers=workers)
+            _issue(draft, incident, wanted, agents, kind)
         if asked != incident.profiles_asked:
             draft.put_incident(replace(incident, profiles_asked=asked))
 
@@ -72,21 +72,19 @@ def _agents(draft: Draft) -> dict[int, str]:
     return {rank.rank: rank.agent_id for rank in draft.ranks if rank.state != "exited"}
 
 
-def _by_agent(ranks: list[int], agents: dict[int, str]) -> list[tuple[str, list[int]]]:
-    """Return the ranks of each agent."""
+def _issue(
+    draft: Draft,
+    incident: IncidentView,
+    ranks: Iterable[int],
+    agents: dict[int, str],
+    kind: Callable[..., Command],
+) -> None:
+    """Issue a command about these ranks to each of their agents."""
     by_agent: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         by_agent[agents[rank]].append(rank)
-    return sorted(by_agent.items())
-
-
-def _request(
-    draft: Draft, incident: IncidentView, wanted: list[int], agents: dict[int, str]
-) -> None:
-    for agent, ranks in _by_agent(wanted, agents):
-        draft.issue(agent, incident.incident_id, _ReadCommand(draft, ranks))
-    requested = [*incident.stacks_asked, *wanted]
-    draft.put_incident(replace(incident, stacks_asked=requested, stacks_asked_ns=draft.now_ns))
+    for agent, of_agent in sorted(by_agent.items()):
+        draft.issue(agent, incident.incident_id, _ReadCommand(draft, of_agent, kind))
 
 
 def request_dumps(draft: Draft) -> None:
@@ -102,17 +100,14 @@ def request_dumps(draft: Draft) -> None:
         return
     agents = _agents(draft)
     for incident in incidents:
-        for agent, ranks in _by_agent(list(agents), agents):
-            draft.issue(agent, incident.incident_id, _ReadCommand(draft, ranks, TakeDumps))
+        _issue(draft, incident, agents, agents, TakeDumps)
         draft.put_incident(replace(incident, dumps_asked_ns=draft.now_ns))
 
 
 class _ReadCommand:
-    """Build the command, `kind` or TakeStacks, that reads `ranks` on one node."""
+    """Build the command of this kind that reads `ranks` on one node."""
 
-    def __init__(
-        self, draft: Draft, ranks: list[int], kind: Callable[..., Command] = TakeStacks
-    ) -> None:
+    def __init__(self, draft: Draft, ranks: list[int], kind: Callable[..., Command]) -> None:
         self._draft = draft
         self._ranks = ranks
         self._kind = kind

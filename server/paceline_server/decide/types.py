@@ -153,7 +153,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     action_ids: list[str] = []
     stacks_asked: list[int] = []  # ranks whose Python stacks were requested
     stacks_asked_ns: int | None = None  # when stacks were last requested
-    profiles_asked: list[int] = []  # ranks whose Python stacks are sampled
+    profiles_asked: list[int] = []  # slow ranks that were sampled, each with a peer
     dumps_asked_ns: int | None = None  # when Flight Recorder dumps of all ranks were requested
 
     @property

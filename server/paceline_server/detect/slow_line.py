@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline_server.detect.finding import Evidence
 from paceline_server.detect.observation import Generation, Observation
@@ -55,35 +55,36 @@ class SlowLine:
         return f"{percent(self.share)} of the time, {peer} for {percent(self.share_of_peer)}"
 
 
-def rank_and_peer(rank: int, slow: Container[int], generation: Generation) -> list[int]:
-    """Return a slow rank and another one of its stage, which is not slow; empty if it has none."""
-    stage = generation.stage(rank)
-    others = range(generation.topology.world_size)
-    peers = (one for one in others if one not in slow and generation.stage(one) == stage)
-    peer = next(peers, None)
-    return [] if peer is None else [rank, peer]
-
-
 @dataclass(slots=True)
 class LineSearch:
-    """The search for the line of one slow rank. Each sample is looked at once."""
+    """The search for the line of one slow rank, beside a peer. Each sample is looked at once."""
 
     of_workers: bool = False  # look at the workers of its data loader, if it has any
+    ranks: list[int] = field(default_factory=list)  # the slow one and the peer, if both are known
     line: SlowLine | None = None
     _compared: tuple[int, int] | None = None  # times of the samples
 
-    def finds(self, wanted: Sequence[int], since_ns: int, observation: Observation) -> bool:
+    def begin(self, rank: int, slow: Container[int], generation: Generation) -> None:
+        """Choose another rank of its stage, which is not slow; the first choice stands."""
+        if self.ranks:
+            return
+        stage = generation.stage(rank)
+        others = range(generation.topology.world_size)
+        peers = (one for one in others if one not in slow and generation.stage(one) == stage)
+        self.ranks = [rank, peer] if (peer := next(peers, None)) is not None else []
+
+    def finds(self, since_ns: int, observation: Observation) -> bool:
         """Return whether the line is known now, and was not before.
 
         There is no such line if the rank is slower in all of them alike.
 
         Args:
-            wanted: the slow rank and the peer.
             since_ns: server's CLOCK_REALTIME; samples from before it are no evidence.
         """
-        profiles = [observation.profiles.get(rank) for rank in wanted]
-        slow, peer = profiles if len(profiles) == 2 else (None, None)
-        if self.line is not None or slow is None or peer is None:
+        if self.line is not None or not self.ranks:
+            return False
+        slow, peer = map(observation.profiles.get, self.ranks)
+        if slow is None or peer is None:
             return False
         times = slow.time_ns, peer.time_ns
         if times == self._compared or min(times) < since_ns:

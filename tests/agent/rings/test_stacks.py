@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,24 +177,34 @@ for batch in DataLoader(Samples(), batch_size=4, num_workers=2):
 """
 
 
+@contextmanager
+def running(directory: Path, source: str, first_line: str) -> Iterator[int]:
+    """Run `train.py` with this source. Yield its pid once it has printed that line."""
+    script = directory / "train.py"
+    script.write_text(source)
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"{first_line}\n"
+            yield process.pid
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_rank_in_its_data_loader_is_read_with_the_workers(
     tmp_path: Path, wait_for: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "SECONDS", 50.0)
-    script = tmp_path / "train.py"
-    script.write_text(LOADER)
-    with subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "stuck\n"
+    with running(tmp_path, LOADER, "stuck") as pid:
 
         def loads(frames: list[StackFrame]) -> bool:
             return "torch/utils/data/_utils/fetch.py" in {frame.file for frame in frames}
 
         def read() -> list[list[StackFrame]] | None:
             try:
-                threads = asyncio.run(take_of_rank(process.pid, Path("/proc")))
+                threads = asyncio.run(take_of_rank(pid, Path("/proc")))
             except stacks.StacksError:  # its stacks changed while they were read
                 return None
             main = threads[0].frames
@@ -202,10 +213,7 @@ def test_a_rank_in_its_data_loader_is_read_with_the_workers(
             is_ready = is_waiting and list(map(loads, workers)) == [True, False]
             return [main, *workers] if is_ready else None
 
-        try:
-            main, stuck, idle = wait_for(read)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+        main, stuck, idle = wait_for(read)
     assert main[-1] == StackFrame("<module>", "train.py", 12)
     assert all(frame.is_installed for frame in main[:-1])
     assert (stuck[0].file, stuck[0].line, stuck[0].is_installed) == ("train.py", 10, False)
@@ -228,17 +236,8 @@ while True:
 
 
 def test_a_profile_shows_how_often_a_process_is_in_each_line(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(PROFILED)
-    with subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        try:
-            profile, workers = asyncio.run(stacks.profile(process.pid, 2.0))
-        finally:
-            process.kill()
+    with running(tmp_path, PROFILED, "ready") as pid:
+        profile, workers = asyncio.run(stacks.profile(pid, 2.0))
     outermost = StackFrame("<module>", f"{tmp_path.name}/train.py", 11)
     waiting = sum(stack.samples for stack in profile.stacks if outermost in stack.frames)
     assert sum(stack.samples for stack in profile.stacks) == profile.samples > 0
@@ -250,19 +249,19 @@ def test_a_profile_shows_how_often_a_process_is_in_each_line(tmp_path: Path) -> 
 
 RAW = """py-spy> Sampling process 20 times a second for 3 seconds. Press Control-C to exit.
 
-thread (7): pool-0;run (/work/a.py:3) 9
-thread (5): MainThread;<module> (/work/train.py:12);next_batch (/work/my data/load.py:3);\
-Queue.get (/opt/conda/lib/python3.12/queue.py:171) 4
-thread (5): MainThread;<module> (/work/train.py:14);run (/src/paceline/x.py:1);__call__ \
+thread (7): pool-0;run (/src/job/a.py:3) 9
+thread (5): MainThread;<module> (/src/job/train.py:12);next_batch \
+(/src/job/my data/load.py:3);Queue.get (/opt/conda/lib/python3.12/queue.py:171) 4
+thread (5): MainThread;<module> (/src/job/train.py:14);run (/src/paceline/x.py:1);__call__ \
 (/opt/lib/python3.12/site-packages/torch/nn/m.py:9);kernel (/else/where.py:1);no place 16
 thread (5): MainThread;broken
 thread (5): MainThread; 1
-process 3:"python -c a;b";process 9:"python;c";thread (9): MainThread;<module> (/work/train.py:1);\
-_bootstrap (/opt/lib/python3.12/multiprocessing/process.py:314);fetch \
+process 3:"python -c a;b";process 9:"python;c";thread (9): MainThread;<module> \
+(/src/job/train.py:1);_bootstrap (/opt/lib/python3.12/multiprocessing/process.py:314);fetch \
 (/opt/lib/python3.12/site-packages/torch/utils/data/_utils/fetch.py:5);__getitem__ \
-(/work/data.py:7) 7
-process 3:"python -c a;b";process 9:"python;c";thread (10): feeder;run (/work/train.py:1) 7
-process 3:"python -c a;b";process 8:"sh";thread (8): MainThread;other (/work/tool.py:1) 7
+(/src/job/data.py:7) 7
+process 3:"python -c a;b";process 9:"python;c";thread (10): feeder;run (/src/job/train.py:1) 7
+process 3:"python -c a;b";process 8:"sh";thread (8): MainThread;other (/src/job/tool.py:1) 7
 """
 
 
@@ -277,16 +276,16 @@ async def test_a_profile_has_the_stacks_of_the_main_thread_with_paths_as_they_ar
     assert (found.samples, workers.samples) == (21, 7)
     assert [stack.samples for stack in found.stacks] == [16, 4, 1]
     assert [list(map(str, stack.frames)) for stack in workers.stacks] == [
-        ["work/data.py:7 __getitem__", "torch/utils/data/_utils/fetch.py:5 fetch"]
+        ["job/data.py:7 __getitem__", "torch/utils/data/_utils/fetch.py:5 fetch"]
     ]
     assert [list(map(str, stack.frames)) for stack in found.stacks] == [
         [
             "else/where.py:1 kernel",
             "torch/nn/m.py:9 __call__",
             "paceline/x.py:1 run",
-            "work/train.py:14 <module>",
+            "job/train.py:14 <module>",
         ],
-        ["queue.py:171 Queue.get", "my data/load.py:3 next_batch", "work/train.py:12 <module>"],
+        ["queue.py:171 Queue.get", "my data/load.py:3 next_batch", "job/train.py:12 <module>"],
         [],
     ]
     assert [frame.is_installed for frame in found.stacks[1].frames] == [True, False, False]

@@ -50,9 +50,9 @@ def profile(
 def slow_line(slow: RankProfile, peer: RankProfile, *, of_workers: bool = False) -> SlowLine | None:
     seen = TimedRun(Topology(2), seed=1)
     seen.profiles = {slow.rank: slow, peer.rank: peer}
-    search, wanted = LineSearch(of_workers), [slow.rank, peer.rank]
-    assert search.finds(wanted, 0, seen.observe()) == (search.line is not None)
-    assert not search.finds(wanted, 0, seen.observe()), "the same samples again"
+    search = LineSearch(of_workers, [slow.rank, peer.rank])
+    assert search.finds(0, seen.observe()) == (search.line is not None)
+    assert not search.finds(0, seen.observe()), "the same samples again"
     return search.line
 
 

@@ -37,7 +37,7 @@ from paceline_server.detect.reporting import (
 )
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
-from paceline_server.detect.slow_line import LineSearch, rank_and_peer
+from paceline_server.detect.slow_line import LineSearch
 from paceline_server.medians import column_medians, median
 from paceline_server.policy import Policy
 from paceline_server.steps.grid import grid_of
@@ -198,7 +198,7 @@ class SlowDataDetector(Detector):
             before = active.finding
             if before is None or before.cause != CAUSE:
                 continue
-            if active.search.finds(before.profiles_wanted, active.onset_ns, observation):
+            if active.search.finds(active.onset_ns, observation):
                 active.finding = self._finding(fingerprint, active, observation)
                 findings.append(active.finding)
         return findings
@@ -375,10 +375,9 @@ class SlowDataDetector(Detector):
         how_often = "per step" if is_steady else "in some steps"
         reason = "" if cause == CAUSE else f", because of {cause}"
         line = active.search.line if cause == CAUSE else None
-        wanted = [] if active.finding is None else active.finding.profiles_wanted
-        if not wanted and rank is not None and cause == CAUSE:
+        if rank is not None and cause == CAUSE:
             affected = {one for other in self._active.values() for one in other.ranks}
-            wanted = rank_and_peer(rank, affected, self.generation)
+            active.search.begin(rank, affected, self.generation)
         whom = "before" if rank is None else "for its peers and before"
         return self.finding(
             fingerprint,
@@ -419,7 +418,7 @@ class SlowDataDetector(Detector):
                 *diagnosis.evidence,
             ],
             counter_evidence=diagnosis.counter_evidence,
-            profiles_wanted=wanted,
+            profiles_wanted=active.search.ranks,
         )
 
 

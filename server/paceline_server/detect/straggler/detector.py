@@ -48,7 +48,6 @@ from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.reporting import cost_of, cost_text, gain, is_alike
 from paceline_server.detect.rise_reports import RiseReports
 from paceline_server.detect.shared_settings import LEAST_SECONDS
-from paceline_server.detect.slow_line import rank_and_peer
 from paceline_server.detect.statistics.change_point import (
     AGREEING,
     KEPT,
@@ -485,7 +484,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             for active in self.reported.values()
             if active.is_reported
             and active.finding.cause == UNKNOWN
-            and active.search.finds(active.finding.profiles_wanted, active.onset_ns, observation)
+            and active.search.finds(active.onset_ns, observation)
         ]
 
     # Ranks that became slow together
@@ -553,10 +552,9 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         speedup = None if speedup is None else gain(cost_ratio)
         is_unknown = own.diagnosis.cause == UNKNOWN
         line = active.search.line if is_unknown else None
-        wanted = active.finding.profiles_wanted
-        if not wanted and is_unknown:
+        if is_unknown:
             slow = set(ranks_in(self.reported.values()))
-            wanted = rank_and_peer(active.unit.ranks[0], slow, self.generation)
+            active.search.begin(active.unit.ranks[0], slow, self.generation)
         return msgspec.structs.replace(
             active.finding,
             cause=own.diagnosis.cause,
@@ -585,7 +583,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 *own.diagnosis.evidence,
             ],
             counter_evidence=own.diagnosis.counter_evidence,
-            profiles_wanted=wanted,
+            profiles_wanted=active.search.ranks,
         )
 
     def _measured(self, reported: ReportedStraggler, observation: Observation) -> MeasuredStraggler:
