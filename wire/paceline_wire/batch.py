@@ -241,6 +241,7 @@ class RankProfile(msgspec.Struct, frozen=True, kw_only=True, tag="rank_profile")
     job: str
     generation: int
     rank: int
+    begun_ns: int = 0  # the start of the samples; 0: an earlier release of the agent
     main: Profile = Profile()
     workers: Profile = Profile()  # main threads of processes that multiprocessing started
     error: str | None = None

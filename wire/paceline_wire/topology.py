@@ -91,6 +91,11 @@ class Topology(msgspec.Struct, frozen=True):
         """The number of ranks of one pipeline stage."""
         return self.world_size // self.pp
 
+    @property
+    def stage_leaders(self) -> list[int]:
+        """The first rank of each pipeline stage."""
+        return [self.rank(0, stage, 0) for stage in range(self.pp)]
+
     def coordinates(self, rank: int) -> Coordinates:
         """Return a rank's coordinates. Raises ValueError if it is not in 0..world_size-1."""
         if not 0 <= rank < self.world_size:

@@ -1,6 +1,6 @@
 """Python stacks of ranks, read from outside by py-spy without help from the process.
 
-They are read once, or, for a profile, about `SAMPLES` times at regular intervals.
+They are read once, or, for a profile, `SAMPLES_PER_SECOND` times per second.
 
 The process is not paused (`--nonblocking`): the stack of a hung or stopped process does not change
 anyway, and a slow process must not be disturbed. If a stack changes while it is read, py-spy
@@ -36,7 +36,7 @@ from paceline_wire.stacks import (
 
 SECONDS = 5.0  # per rank: py-spy has to load many symbols of a large program on a busy machine
 TRIES = 3
-SAMPLES = 200  # number in a profile
+SAMPLES_PER_SECOND = 20
 LONGEST_PROFILE = 60.0  # seconds
 LOWEST_PRIORITY = 19
 MAXIMUM_OUTPUT_BYTES = 8 << 20
@@ -134,7 +134,7 @@ async def profile(pid: int, seconds: float, *, workers: bool = False) -> tuple[P
             output = await _py_spy(
                 pid,
                 *("record", "--idle", "--threads", "--full-filenames", "--format", "raw"),
-                *("--duration", str(round(seconds)), "--rate", str(round(SAMPLES / seconds))),
+                *("--duration", str(round(seconds)), "--rate", str(SAMPLES_PER_SECOND)),
                 *("--output", "/dev/stdout", *(["--subprocesses"] if workers else [])),
                 priority=LOWEST_PRIORITY,
             )

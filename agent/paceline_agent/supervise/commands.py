@@ -210,7 +210,11 @@ class CommandRunner:
     async def _send_profile(self, command: TakeProfiles, rank: int) -> str | None:
         pid = self._rings.pid(command.job, command.generation, rank)
         event = RankProfile(
-            time_ns=timeline_ns(), job=command.job, generation=command.generation, rank=rank
+            time_ns=timeline_ns(),
+            job=command.job,
+            generation=command.generation,
+            rank=rank,
+            begun_ns=timeline_ns(),
         )
         try:
             if pid is None:

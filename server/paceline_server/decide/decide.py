@@ -13,7 +13,12 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
-from paceline_server.decide.evidence import request_dumps, request_profiles, request_stacks
+from paceline_server.decide.evidence import (
+    request_dumps,
+    request_profiles,
+    request_stacks,
+    request_usual_profiles,
+)
 from paceline_server.decide.incidents import group, is_fatal, resolve, resolve_information
 from paceline_server.decide.progress import follow_clock, progress_of
 from paceline_server.decide.propose import NEVER_ACTS, propose
@@ -68,6 +73,7 @@ def decide(
         group(draft, findings)
         request_stacks(draft)
         request_profiles(draft)
+        request_usual_profiles(draft)
         request_dumps(draft)
         _advance(draft)
         propose(draft)

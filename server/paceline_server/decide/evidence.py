@@ -1,5 +1,5 @@
 """Request Python stacks and Flight Recorder dumps of a hung job before it is killed, and samples
-of the stacks of a slow rank and a peer.
+of the stacks of a slow rank and a peer, or of some ranks while nothing is wrong.
 
 A restart waits for those of a hung job for a short time only: it wastes all its GPUs.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import IncidentView
-from paceline_server.detect.kinds import SLOW_DATA
+from paceline_server.detect.kinds import SLOW_DATA, SLOWER_STEPS
 from paceline_wire.commands import Command, TakeDumps, TakeProfiles, TakeStacks
 
 # Reading stacks takes 0.1 s on an idle machine, and the command and its result take as long again.
@@ -23,8 +24,31 @@ GRACE_SECONDS = 1.0
 DUMP_GRACE_SECONDS = 5.0
 MAXIMUM_RANKS = 8  # ranks whose stacks are read, per incident
 MAXIMUM_PROFILES = 4  # slow ranks whose stacks are sampled, per incident
-PROFILE_SECONDS = (10.0, 60.0)  # at least and at most
-PROFILE_STEPS = 4.0  # that it lasts for
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """For how long stacks are sampled."""
+
+    least_seconds: float
+    steps: float
+    most_seconds: float = 60.0
+
+    def seconds(self, step_seconds: float | None) -> float:
+        wanted = self.steps * (step_seconds or 0.0)
+        return min(max(wanted, self.least_seconds), self.most_seconds)
+
+
+# Two ranks are sampled at the same time. One that is compared with its past needs more samples.
+_BESIDE_PEER = _Sampled(least_seconds=10.0, steps=4.0)
+_ALONE = _Sampled(least_seconds=30.0, steps=30.0)
+# While nothing is wrong, so that a later slowdown of all ranks can be compared with it.
+FIRST_USUAL_NS = 60 * NANOSECONDS  # after the first step: the first minute is often not typical
+USUAL_INTERVAL_NS = 3600 * NANOSECONDS
+MAXIMUM_USUAL = 8  # ranks: the first of so many pipeline stages
+
+# Kinds of findings of which the workers of data loaders are sampled too.
+_WITH_WORKERS = frozenset({SLOW_DATA.name, SLOWER_STEPS.name})
 
 
 def request_stacks(draft: Draft) -> None:
@@ -40,16 +64,14 @@ def request_stacks(draft: Draft) -> None:
             if rank in agents and rank not in incident.stacks_asked
         ][:room]
         if wanted:
-            _issue(draft, incident, wanted, agents, TakeStacks)
+            _issue(draft, incident.incident_id, wanted, agents, TakeStacks)
             asked = [*incident.stacks_asked, *wanted]
             draft.put_incident(replace(incident, stacks_asked=asked, stacks_asked_ns=draft.now_ns))
 
 
 def request_profiles(draft: Draft) -> None:
-    """Have a slow rank, the first that a finding asks for, and its peers sampled at once."""
+    """Have the ranks that a finding asks for sampled at once: a slow one, and any peer of it."""
     agents = _agents(draft)
-    least, most = PROFILE_SECONDS
-    seconds = min(max(PROFILE_STEPS * (draft.view.step_seconds or 0.0), least), most)
     for incident in draft.incidents():
         asked = list(incident.profiles_asked)
         for finding in (incident.finding, *incident.symptoms):
@@ -60,11 +82,43 @@ def request_profiles(draft: Draft) -> None:
             if wanted[0] in asked or len(asked) >= MAXIMUM_PROFILES:
                 continue
             asked.append(wanted[0])
-            workers = finding.kind == SLOW_DATA.name
+            workers = finding.kind in _WITH_WORKERS
+            sampled = _BESIDE_PEER if len(wanted) > 1 else _ALONE
+            seconds = sampled.seconds(draft.view.step_seconds)
             kind = partial(TakeProfiles, seconds=seconds, workers=workers)
-            _issue(draft, incident, wanted, agents, kind)
+            _issue(draft, incident.incident_id, wanted, agents, kind)
         if asked != incident.profiles_asked:
             draft.put_incident(replace(incident, profiles_asked=asked))
+
+
+def request_usual_profiles(draft: Draft) -> None:
+    """Have the first rank of each pipeline stage sampled, once per hour while nothing is slow."""
+    if draft.state != "running" or draft.view.first_step is None or _asks_for_profiles(draft):
+        return
+    experience = draft.experience
+    if experience.sampled_generation != draft.generation:
+        wait_ns = FIRST_USUAL_NS
+    # A longer wait means that the clock was set back.
+    elif 0 < experience.sample_due_ns - draft.now_ns <= USUAL_INTERVAL_NS:
+        return
+    else:
+        wait_ns = USUAL_INTERVAL_NS
+        agents = _agents(draft)
+        ranks = draft.topology.stage_leaders[:MAXIMUM_USUAL]
+        seconds = _ALONE.seconds(draft.view.step_seconds)
+        kind = partial(TakeProfiles, seconds=seconds, workers=True)
+        _issue(draft, "", [rank for rank in ranks if rank in agents], agents, kind)
+    draft.experience = replace(
+        experience, sampled_generation=draft.generation, sample_due_ns=draft.now_ns + wait_ns
+    )
+
+
+def _asks_for_profiles(draft: Draft) -> bool:
+    return any(
+        finding.profiles_wanted and not finding.cleared
+        for incident in draft.incidents()
+        for finding in (incident.finding, *incident.symptoms)
+    )
 
 
 def _agents(draft: Draft) -> dict[int, str]:
@@ -74,17 +128,20 @@ def _agents(draft: Draft) -> dict[int, str]:
 
 def _issue(
     draft: Draft,
-    incident: IncidentView,
+    reason: str,
     ranks: Iterable[int],
     agents: dict[int, str],
     kind: Callable[..., Command],
 ) -> None:
-    """Issue a command about these ranks to each of their agents."""
+    """Issue a command about these ranks to each of their agents.
+
+    `reason`: the id of the incident that it gathers evidence for; empty without one.
+    """
     by_agent: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         by_agent[agents[rank]].append(rank)
     for agent, of_agent in sorted(by_agent.items()):
-        draft.issue(agent, incident.incident_id, _ReadCommand(draft, of_agent, kind))
+        draft.issue(agent, reason, _ReadCommand(draft, of_agent, kind))
 
 
 def request_dumps(draft: Draft) -> None:
@@ -100,7 +157,7 @@ def request_dumps(draft: Draft) -> None:
         return
     agents = _agents(draft)
     for incident in incidents:
-        _issue(draft, incident, agents, agents, TakeDumps)
+        _issue(draft, incident.incident_id, agents, agents, TakeDumps)
         draft.put_incident(replace(incident, dumps_asked_ns=draft.now_ns))
 
 

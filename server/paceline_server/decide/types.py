@@ -102,6 +102,9 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
     failed_starts: int = 0  # starts that did not lead to a step of all ranks
     rolled_back: list[RolledBack] = []  # the newest last
     spare_due_ns: int = 0  # when a spare node is next ordered to import the job's modules
+    # The generation whose usual stacks are sampled, and when they next are.
+    sampled_generation: int | None = None
+    sample_due_ns: int = 0
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,7 +282,8 @@ class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     agent_id: str
-    action_id: str  # id of the action, or of the incident that the command gathers evidence for
+    # Id of the action, or of the incident that the command gathers evidence for; empty: neither.
+    action_id: str
     command: Command
 
 

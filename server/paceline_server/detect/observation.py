@@ -189,7 +189,8 @@ class Observation:
     metadata: Mapping[str, str] = field(default_factory=dict)  # schedule, microbatches, ...
     records: RecentRecords | None = None  # newest records of each rank
     stacks: Mapping[int, RankStackTraces] = field(default_factory=dict)  # newest of each rank
-    profiles: Mapping[int, RankProfile] = field(default_factory=dict)  # newest of each rank
+    # The newest samples of the stacks of each rank, oldest first.
+    profiles: Mapping[int, Sequence[RankProfile]] = field(default_factory=dict)
     dumps: Mapping[int, RankDump] = field(default_factory=dict)  # newest of each rank
     stragglers: frozenset[int] = frozenset()  # reported by earlier detectors of this tick
     hidden_slowdown: float = 1.0  # largest one that the earlier detectors cannot find

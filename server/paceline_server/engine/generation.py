@@ -71,6 +71,7 @@ _STEP_DIGITS = 18  # a described step with more digits is malformed
 _CRITICAL_COST = 0.1  # a slowdown that costs less is not critical
 REPLAYED_ROWS = 1 << 21
 TIMED_STEPS = 1024  # whose start and end are kept
+PROFILES = 4  # newest samples of the stacks of each rank that are kept
 
 
 class RunningGeneration:
@@ -113,7 +114,7 @@ class RunningGeneration:
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
         self._stacks: dict[int, RankStackTraces] = {}
-        self._profiles: dict[int, RankProfile] = {}
+        self._profiles: dict[int, deque[RankProfile]] = {}
         self._dumps: dict[int, RankDump] = {}
         self._records = RecentRecords(placement.topology.world_size)
         self.attached: dict[str, ReportedTime] = {}  # by node: when its first rank attached
@@ -270,12 +271,16 @@ class RunningGeneration:
         )
 
     def _add_profile(self, event: RankProfile, clock_shift_ns: int) -> None:
-        self._profiles[event.rank] = replace_fields(
+        if event.error is not None:
+            return
+        profile = replace_fields(
             event,
             time_ns=event.time_ns + clock_shift_ns,
+            begun_ns=event.begun_ns + clock_shift_ns,
             main=bounded_profile(event.main),
             workers=bounded_profile(event.workers),
         )
+        self._profiles.setdefault(event.rank, deque(maxlen=PROFILES)).append(profile)
 
     def _add_exit(
         self, event: RankExited, agent_id: str, received_ns: int, clock_shift_ns: int

@@ -91,7 +91,8 @@ def _event_numbers(event: Event) -> _Numbers:
             return (at, *_rank(event.generation, event.rank), ("pid", event.pid or 0, _LIMIT_32))
         case RankProfile():
             samples = (("samples", one.samples, _LIMIT) for one in (event.main, event.workers))
-            return (at, *samples, *_rank(event.generation, event.rank))
+            begun = "begun_ns", event.begun_ns, _LIMIT
+            return (at, begun, *samples, *_rank(event.generation, event.rank))
         case RankDump():
             return (
                 at,

@@ -156,3 +156,38 @@ def test_of_a_rank_whose_data_is_late_the_loader_workers_are_sampled_too(world: 
         4: True,
         5: False,
     }
+
+
+def test_a_slow_rank_without_a_peer_is_sampled_for_longer(world: World) -> None:
+    world.tick((straggler(world, 5),))
+    assert profiled(world) == [(world.home(5), [5], 30.0)]
+
+
+def test_the_first_rank_of_each_stage_is_sampled_each_hour_while_nothing_is_slow(
+    world: World,
+) -> None:
+    world.last_step = 100_000
+    first = [(world.home(rank), [rank], 30.0) for rank in (0, 4)]
+    world.run(45.0)
+    assert profiled(world) == [], "the first minute is often not typical"
+    world.run(15.0)
+    assert profiled(world) == first
+    world.run(3500.0)
+    assert profiled(world) == first
+    slower = world.finding("slower_steps", cause="unknown", profiles_wanted=[1])
+    world.tick((slower,))
+    world.run(3600.0)
+    asked = [*first, (world.home(1), [1], 30.0)]
+    assert profiled(world) == asked
+    world.tick((replace(slower, cleared=True),))
+    world.run(10.0)
+    assert profiled(world) == asked + first
+
+
+def test_a_restarted_job_is_sampled_after_its_first_minute(world: World) -> None:
+    world.run(60.0)
+    world.crash(5)
+    before = profiled(world)
+    world.run(70.0)
+    assert world.generation == 2
+    assert profiled(world)[len(before) :] == before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline_wire.commands import StartRanks
+from paceline_wire.commands import StartRanks, TakeProfiles
 
 from .simulator import World
 
@@ -32,7 +32,8 @@ def test_a_job_waits_until_there_are_slots_for_all_ranks() -> None:
 def test_a_healthy_job_is_left_alone(world: World) -> None:
     commands = len(world.commands)
     world.run(60.0)
-    assert len(world.commands) == commands
+    later = [issued.command for issued in world.commands[commands:]]
+    assert all(isinstance(command, TakeProfiles) for command in later), "ranks are not touched"
     assert not world.incidents
     assert world.decisions[-1].state is None
 

@@ -75,7 +75,7 @@ class TimedRun:
             started_ns=T0,
         )
         self.telemetry = Telemetry()
-        self.profiles: dict[int, RankProfile] = {}
+        self.profiles: dict[int, list[RankProfile]] = {}
         self.slow: dict[int, float] = {}
         self.slow_links: dict[tuple[int, int], float] = {}
         self.slow_groups: dict[int, float] = {}

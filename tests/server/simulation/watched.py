@@ -53,7 +53,7 @@ class Watched:
         self.active: Sequence[Finding] = ()
         self.hidden_slowdown = 1.0
         self.ranks: dict[int, LiveRank] = {}
-        self.profiles: dict[int, RankProfile] = {}
+        self.profiles: dict[int, list[RankProfile]] = {}
         self.findings: list[Finding] = []
         self._bubbles = BubbleModel(topology)
         self._recent: list[StepTiming] = []

@@ -375,7 +375,9 @@ class SlowDataDetector(Detector):
         how_often = "per step" if is_steady else "in some steps"
         reason = "" if cause == CAUSE else f", because of {cause}"
         line = active.search.line if cause == CAUSE else None
-        if rank is not None and cause == CAUSE:
+        if rank is None:  # all ranks
+            active.search.begin_alone(self.generation.topology.stage_leaders[0])
+        elif cause == CAUSE:
             affected = {one for other in self._active.values() for one in other.ranks}
             active.search.begin(rank, affected, self.generation)
         whom = "before" if rank is None else "for its peers and before"
@@ -385,7 +387,7 @@ class SlowDataDetector(Detector):
             summary=(
                 f"{self._subject(rank)} has waited {waited * 1e3:.0f} ms {how_often} for its data "
                 f"since step {onset}{reason}. It {cost_text(cost, speedup)}."
-                + ("" if line is None else f" {line.sentence}")
+                + ("" if line is None else f" {line.sentence_about(rank)}")
             ),
             now_ns=observation.now_ns,
             rank=rank,

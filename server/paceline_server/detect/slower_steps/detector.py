@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import msgspec
@@ -26,6 +26,7 @@ from paceline_server.detect.kinds import BUBBLE, HOST_NOISE, SLOWER_STEPS, Kind,
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
+from paceline_server.detect.slow_line import LineSearch
 from paceline_server.detect.slower_steps.report import (
     RESTART_ADVICE,
     advice,
@@ -33,6 +34,7 @@ from paceline_server.detect.slower_steps.report import (
     evidence,
     longer_part,
     on_ranks,
+    slowest,
 )
 from paceline_server.detect.slower_steps.settings import DEFAULTS, SlowerStepsSettings
 from paceline_server.detect.slower_steps.typical_step import (
@@ -72,6 +74,7 @@ class _ReportedSlowdown(ReportedRise):
     before: StepParts
     earlier: UsualStep | None = None  # with which this generation is compared
     was_long: bool = False  # when it was reported
+    search: LineSearch = field(default_factory=LineSearch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,15 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         if not self._is_compared and self._steps and observation.usual_step is not None:
             self._is_compared = True
             findings += self._compare(observation.usual_step, observation)
-        return findings
+        return findings + self._with_line(observation)
+
+    def _with_line(self, observation: Observation) -> list[Finding]:
+        """Return the verdict if its Python line is known by now."""
+        return [
+            self.report(reported, observation)
+            for reported in self.reported.values()
+            if reported.is_reported and reported.search.finds(reported.onset_ns, observation)
+        ]
 
     def _followed(self, step: int, ended_ns: int, observation: Observation) -> list[Finding]:
         before = self.reported.get(FINGERPRINT)
@@ -264,6 +275,11 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         if reported.earlier is not None:
             number = reported.earlier.generation
             since = f"take {slowdown:.2f}x as long as in generation {number}"
+        else:
+            reported.search.of_workers = part == DATA
+            leaders = self.generation.topology.stage_leaders
+            reported.search.begin_alone(slowest(reported.before, now, leaders))
+        line = reported.search.line if diagnosis.cause == UNKNOWN else None
         return msgspec.structs.replace(
             reported.finding,
             cause=diagnosis.cause,
@@ -273,6 +289,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
                 f"Steps {since}{on_ranks(reported.before, now, part)} "
                 f"({duration(usual * slowdown)}, {duration(usual)} before){mostly}, "
                 f"{because(diagnosis)}. This {cost_text(cost, slowdown)}."
+                + ("" if line is None else f" {line.sentence_about(None)}")
             ),
             detected_ns=observation.now_ns,
             step=self._steps[-1].number,
@@ -280,8 +297,13 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             cost_ratio=cost,
             speedup=slowdown,
             severity=self._severity(reported, diagnosis, observation),
-            evidence=[*evidence(reported.before, now), *diagnosis.evidence],
+            evidence=[
+                *evidence(reported.before, now),
+                *([] if line is None else [line.evidence]),
+                *diagnosis.evidence,
+            ],
             counter_evidence=diagnosis.counter_evidence,
+            profiles_wanted=reported.search.ranks,
         )
 
     def _severity(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from paceline_server.detect.finding import Evidence
@@ -85,6 +87,12 @@ def on_ranks(before: StepParts, now: StepParts, part: str | None) -> str:
     if slower.size == known.size:
         return " on all ranks" if known.size > 1 else ""
     return f" on {slower.size} of {known.size} ranks ({ranks_text(slower.tolist())})"
+
+
+def slowest(before: StepParts, now: StepParts, ranks: Sequence[int]) -> int:
+    """Return the one of these ranks whose own time grew most; the first if that is not known."""
+    more = (now.own - before.own)[list(ranks)]
+    return ranks[int(np.where(np.isnan(more), -np.inf, more).argmax())]
 
 
 def duration(seconds: float) -> str:

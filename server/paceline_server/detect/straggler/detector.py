@@ -565,7 +565,11 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 f"{how_slow(measured, has_peers=self._has_peers)}, "
                 f"{because_each(measured)}. {'It' if len(together) == 1 else 'Together this'} "
                 f"{cost_text(cost_ratio, speedup)}."
-                + ("" if line is None or len(together) > 1 else f" {line.sentence}")
+                + (
+                    ""
+                    if line is None or len(together) > 1
+                    else f" {line.sentence_about(active.unit.rank)}"
+                )
             ),
             detected_ns=observation.now_ns,
             step=self._recent.newest.number,
