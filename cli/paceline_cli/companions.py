@@ -43,8 +43,11 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def launch(arguments: Sequence[str], environment: dict[str, str]) -> int:
+def launch(arguments: Sequence[str], environment: dict[str, str], listener: int = 0) -> int:
     """Start this module as a process that is not a child of this one.
+
+    Args:
+        listener: file descriptor that it inherits; 0: none.
 
     Returns:
         The reading end of its standard output.
@@ -60,7 +63,7 @@ def launch(arguments: Sequence[str], environment: dict[str, str]) -> int:
                     os.dup2(descriptor, standard)
                 for name in os.listdir("/proc/self/fd"):  # a lock or a pipe ends with the command
                     with contextlib.suppress(OSError):
-                        os.set_inheritable(int(name), int(name) < 3)
+                        os.set_inheritable(int(name), int(name) in (0, 1, 2, listener))
                 command = [sys.executable, "-P", "-m", "paceline_cli.companions", *arguments]
                 os.execve(sys.executable, command, environment)
         finally:
@@ -70,21 +73,24 @@ def launch(arguments: Sequence[str], environment: dict[str, str]) -> int:
     return read
 
 
-def free_port(wanted: int) -> int:
-    """Return `wanted` if that TCP port is free, else any free port.
+def listen(wanted: int) -> socket.socket:
+    """Return a socket that listens on `wanted` if that TCP port is free, else on any free port.
+
+    From now on no other program can take the port: a server that starts later inherits the socket.
 
     Raises:
         OSError: no TCP port is free.
     """
     for port in (wanted, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
     raise OSError("no TCP port is free on 127.0.0.1")
+
+
+def free_port(wanted: int) -> int:
+    """Return `wanted` if that TCP port is free, else any free port. Raises OSError as `listen`."""
+    with listen(wanted) as probe:
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -123,7 +129,12 @@ def _started(pid: int) -> str:
 
 
 def main(
-    node_directory: Path, logs: Path, address: str, agent: list[str], server: list[str]
+    node_directory: Path,
+    logs: Path,
+    address: str,
+    listener: int,
+    agent: list[str],
+    server: list[str],
 ) -> None:
     """Run the programs until LINGER_SECONDS after all commands and all ranks on this node have
     ended; up to BEHIND_SECONDS if the server has not found out about the end of each job.
@@ -132,13 +143,15 @@ def main(
         node_directory: of the agent.
         logs: the node's directory, as in `locked`.
         address: of the server that the agent sends to.
+        listener: file descriptor of the socket that `server` listens on.
         agent: command of the agent.
         server: command of the server; may be empty.
     """
     keep_result = _keeper(logs, address) if server else _nothing
     running = []
     if server:
-        running.append(_start(server, logs / "server.log"))
+        running.append(_start(server, logs / "server.log", listener))
+        os.close(listener)  # if the server ends, nobody listens
     running.insert(0, _start(agent, logs / "agent.log"))
     try:
         print(_await_agent(running[0], node_directory, logs / "agent.log"), flush=True)
@@ -182,14 +195,18 @@ def _nothing() -> bool:
     return True
 
 
-def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a program that is terminated if this process is killed."""
+def _start(command: list[str], log: Path, *inherited: int) -> subprocess.Popen[bytes]:
+    """Start a program that is terminated if this process is killed.
+
+    `inherited`: file descriptors that it has too.
+    """
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            pass_fds=inherited,
             preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )
 
@@ -231,12 +248,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    _node_directory, _logs, _address, *_commands = sys.argv[1:]
+    _node_directory, _logs, _address, _listener, *_commands = sys.argv[1:]
     _separator = _commands.index("--")
     main(
         Path(_node_directory),
         Path(_logs),
         _address,
+        int(_listener),
         _commands[:_separator],
         _commands[_separator + 1 :],
     )

@@ -67,6 +67,9 @@ _ROLES = (
 @_database_option()
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8470]")
+@click.option(
+    "--fd", type=int, metavar="N", help="Listen on this inherited socket instead of a new one."
+)
 @click.option("--tls-cert", metavar="FILE", help="Certificate (chain) to serve HTTPS with.")
 @click.option("--tls-key", metavar="FILE", help="Private key, if the certificate file has none.")
 @click.option(

@@ -339,7 +339,12 @@ def _prepare_tokens(settings: Settings, database: Database) -> None:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Bind and return the socket to listen on. Raises StartError."""
+    """Return the socket to listen on: a new one, or that of the process that started this one.
+
+    Raises StartError.
+    """
+    if settings.fd is not None:
+        return _inherited(settings.fd)
     host = settings.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is given; without it responses take 40 ms more.
@@ -352,6 +357,22 @@ def listen(settings: Settings) -> socket.socket:
         raise StartError(
             f"Cannot listen on {host}:{settings.port}: {error.strerror}; choose another --port."
         ) from error
+    return listener
+
+
+def _inherited(fd: int) -> socket.socket:
+    try:
+        listener = socket.socket(fileno=fd)
+        is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise StartError(f"--fd: file descriptor {fd} is no socket: {error.strerror}.") from error
+    is_internet = listener.family in (socket.AF_INET, socket.AF_INET6)
+    if not (is_listening and is_internet and is_loopback(listener.getsockname()[0])):
+        listener.close()
+        raise StartError(
+            f"--fd: the socket {fd} does not listen on a loopback address; use --host."
+        )
+    listener.set_inheritable(False)
     return listener
 
 

@@ -58,6 +58,9 @@ class Settings(BaseSettings):
         None,
         description="CA certificates; each client must have a certificate signed by one of them.",
     )
+    fd: int | None = Field(
+        None, ge=0, description="File descriptor of a socket to listen on, on loopback."
+    )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Additional host names of this server, for browsers and agents."
     )

@@ -461,7 +461,7 @@ def test_no_descriptor_of_the_command_is_held_until_the_agent_ends(tmp_path: Pat
     os.set_inheritable(write, True)
     agent = ["sh", "-c", f"until test -e {tmp_path / 'end'}; do sleep 0.1; done"]
     report = companions.launch(
-        [str(tmp_path / "node"), str(tmp_path), "", *agent, "--"], dict(os.environ)
+        [str(tmp_path / "node"), str(tmp_path), "", "0", *agent, "--"], dict(os.environ)
     )
     os.close(write)
     try:
@@ -514,6 +514,40 @@ def test_an_agent_runs_until_the_last_command_has_ended(tmp_path: Path, node: Pa
         (tmp_path / "second").touch()
         assert second.wait(60) == 7
     wait_until_ended(node)
+
+
+def test_two_users_who_begin_at_the_same_time_have_a_server_each(
+    tmp_path: Path, node: Path
+) -> None:
+    def start(user: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "paceline_cli", "watch", "--", "cat"],
+            env=environment(tmp_path / user, PACELINE_AGENT_NODE_DIRECTORY=str(node / user)),
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    node.mkdir()
+    users = ["one", "other"]
+    with start(users[0]) as one, start(users[1]) as other:
+        addresses = []
+        for user, process in zip(users, (one, other), strict=True):
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert line.startswith("paceline: dashboard: http://127.0.0.1:"), line
+            addresses.append(line.split()[2])
+            token = tmp_path / user / "state" / "operator-token"
+            while not token.exists():  # the server has begun
+                time.sleep(0.1)
+            headers = {"Authorization": f"Bearer {token.read_text().strip()}"}
+            answer = httpx.get(f"{addresses[-1]}/api/v1/caller", headers=headers, timeout=60)
+            assert answer.status_code == 200, "the server of another user"
+        assert len(set(addresses)) == 2
+        one.communicate("")
+        other.communicate("")
+    for user in users:
+        wait_until_ended(node / user)
 
 
 @pytest.mark.campaign

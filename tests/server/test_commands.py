@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from pydantic import ValidationError
 from sqlalchemy import text
 
 from paceline_server.__main__ import main
+from paceline_server.app import StartError, listen
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database, UnusableError
 from paceline_wire.address import is_loopback
@@ -99,6 +102,23 @@ def test_port_in_use_is_reported_in_one_sentence(run_process: Callable[..., Any]
     second = run_process("--port", port)
     assert second.process.wait(60) == 2
     assert "choose another --port" in second.log.read_text()
+
+
+def test_only_a_socket_that_listens_on_loopback_is_inherited(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "file").open("w") as file,
+        socket.socket() as silent,
+        socket.create_server(("0.0.0.0", 0)) as public,
+        socket.create_server(("127.0.0.1", 0)) as local,
+    ):
+        with pytest.raises(StartError, match="is no socket"):
+            listen(Settings(fd=file.fileno()))
+        for refused in (silent, public):
+            with pytest.raises(StartError, match="does not listen on a loopback address"):
+                listen(Settings(fd=os.dup(refused.fileno())))
+        with listen(Settings(fd=os.dup(local.fileno()))) as inherited:
+            assert inherited.getsockname() == local.getsockname()
+            assert inherited.proto == socket.IPPROTO_TCP, "asyncio then sends without delay"
 
 
 @pytest.mark.parametrize(

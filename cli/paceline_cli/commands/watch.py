@@ -228,10 +228,18 @@ def _start(
     directory = Path(environment.get(NODE_DIRECTORY) or MEMORY / f"{PREFIX}watch-{os.geteuid()}")
     run = [sys.executable, "-P", "-m", "paceline_cli"]
     server_command: list[str] = []
-    if needs_server:
-        port = companions.free_port(SERVER_PORT)
-        server = f"http://127.0.0.1:{port}"
-        server_command = [*run, "server", "--port", str(port), "--database-url", _database(logs)]
+    listener = companions.listen(SERVER_PORT) if needs_server else None
+    descriptor = 0 if listener is None else listener.fileno()
+    if listener is not None:
+        server = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server_command = [
+            *run,
+            "server",
+            "--fd",
+            str(descriptor),
+            "--database-url",
+            _database(logs),
+        ]
     agent_command = [
         *(*run, "agent", "--server", server, "--node-directory", str(directory)),
         *("--spool-directory", str(logs / "spool"), "--slots", "0", "--no-metrics"),
@@ -239,8 +247,12 @@ def _start(
     own = {name: value for name, value in environment.items() if name != "PACELINE"}
     if token:
         own["PACELINE_AGENT_TOKEN"] = token
-    arguments = [str(directory), str(logs), server, *agent_command, "--", *server_command]
-    with open(companions.launch(arguments, own), encoding="utf-8", errors="replace") as report:
+    places = [str(directory), str(logs), server, str(descriptor)]
+    arguments = [*places, *agent_command, "--", *server_command]
+    pipe = companions.launch(arguments, own, descriptor)
+    if listener is not None:
+        listener.close()
+    with open(pipe, encoding="utf-8", errors="replace") as report:
         answer = report.readline().strip()
     if answer != companions.READY:
         raise NotRecordedError(answer or f"the agent did not start; see {logs}")
