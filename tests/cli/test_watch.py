@@ -124,6 +124,7 @@ def test_a_command_that_cannot_be_recorded_runs_all_the_same(
     tmp_path: Path, settings: dict[str, str], line: str
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}"
+    settings = {"PACELINE_AGENT_NODE_DIRECTORY": str(tmp_path / "no agent"), **settings}
     finished = watch("--server", url, "--", "echo", "trained", tmp_path=tmp_path, **settings)
     assert (finished.returncode, finished.stdout) == (0, "trained\n")
     assert "paceline: not recorded: " in finished.stderr
@@ -158,7 +159,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     """The arguments of what is launched on this node, where no agent runs yet."""
     arguments_of: list[list[str]] = []
 
-    def launch(arguments: list[str], _: dict[str, str]) -> int:
+    def launch(arguments: list[str], _: dict[str, str], __: int) -> int:
         arguments_of.append(arguments)
         read, write = os.pipe()
         os.write(write, b"ready\n")
