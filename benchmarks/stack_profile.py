@@ -1,4 +1,4 @@
-"""Samples of a slow rank's Python stacks: how much longer its steps take while they are taken.
+"""Samples of the Python stacks of a rank: how much longer its steps take while they are taken.
 
 A process computes steps of about a millisecond on one thread. Rounds with and without samples, as
 the agent takes them, alternate, and each round counts the steps.
@@ -50,7 +50,7 @@ def measure() -> Iterator[Result]:
             time.sleep(SECONDS)
             alone.append((steps.value - before) / (time.perf_counter() - begun))
             begun, before = time.perf_counter(), steps.value
-            main, _ = asyncio.run(stacks.profile(trainer.pid, SECONDS))
+            main, _ = asyncio.run(stacks.profile(trainer.pid, SECONDS, workers=True))
             sampled.append((steps.value - before) / (time.perf_counter() - begun))
             samples += main.samples
         used = _cpu_seconds() - used

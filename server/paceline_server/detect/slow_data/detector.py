@@ -37,7 +37,7 @@ from paceline_server.detect.reporting import (
 )
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
-from paceline_server.detect.slow_line import LineSearch
+from paceline_server.detect.slow_line import LineSearch, SlowLine
 from paceline_server.medians import column_medians, median
 from paceline_server.policy import Policy
 from paceline_server.steps.grid import grid_of
@@ -69,6 +69,36 @@ class _LateData:
     def is_uncertain(self) -> bool:
         """Return whether it comes and goes, and is not reported yet: a steady wait replaces it."""
         return self.finding is None and self.least_seconds > LEAST_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """How long ranks wait for their data since the onset."""
+
+    seconds: float  # median of the slow steps
+    normal_seconds: float
+    share: float  # part of the step time
+    cost: float  # part of the job's step time
+    slow_steps: int
+    steps: int
+    is_steady: bool  # most steps are slow
+
+    def evidence(self, whom: str) -> list[Evidence]:
+        """Return the measurements; `whom` has the normal wait."""
+        return [
+            Evidence(
+                f"data wait {self.seconds * 1e3:.0f} ms; {self.normal_seconds * 1e3:.0f} ms {whom}",
+                "data_wait_seconds",
+                self.seconds,
+                self.normal_seconds,
+            ),
+            Evidence(
+                f"slow in {self.slow_steps} of the last {self.steps} steps",
+                "slow_steps",
+                float(self.slow_steps),
+                0.0,
+            ),
+        ]
 
 
 class SlowDataDetector(Detector):
@@ -334,7 +364,8 @@ class SlowDataDetector(Detector):
         nodes = set(self.generation.nodes.values())
         return nodes.pop() if len(nodes) == 1 else None
 
-    def _finding(self, fingerprint: str, active: _LateData, observation: Observation) -> Finding:
+    def _measured(self, active: _LateData, observation: Observation) -> _Wait:
+        """Return how long the ranks have waited since the onset; measures its cost."""
         ranks, onset = active.ranks, active.onset_step
         steps = sum(step >= onset for step in self._steps)
         excess, waits = self._excess[-steps:, ranks[0]], self._waits[-steps:, ranks[0]]
@@ -349,18 +380,22 @@ class SlowDataDetector(Detector):
         usual = _mean_without_longest(waits[slow]) if is_steady else waited
         late_seconds = max(usual - normal, 0.0) * int((excess[since:until] > 0).sum())
         share = late_seconds / float(step_seconds.sum())
-        waiting = list(range(self._stage.size)) if ranks == [ALL] else ranks
-        rank = None if ranks == [ALL] else ranks[0]
         cost = min(share, 1.0)
         if is_steady:  # a replay is of too few steps for waits in some of them
             seconds = max(waited - normal, 0.0) * slow.size / (len(excess) - int(slow[0]))
+            waiting = range(self._stage.size) if ranks == [ALL] else ranks
             late = dict.fromkeys(waiting, seconds)
             # A rank that is late while another one is slow holds up the job for less than its wait.
             saved = cost_of(speedup_without(observation.replay, late, cost, onset))
             cost = min(cost, saved or 0.0)
         cost = active.cost.add(cost, observation.now_ns)
-        speedup = gain(cost)
-        slowdown = gain(min(share, 1.0))
+        return _Wait(waited, normal, share, cost, int(slow.size), len(excess), is_steady)
+
+    def _finding(self, fingerprint: str, active: _LateData, observation: Observation) -> Finding:
+        wait = self._measured(active, observation)
+        ranks, onset = active.ranks, active.onset_step
+        rank = None if ranks == [ALL] else ranks[0]
+        slowdown = gain(min(wait.share, 1.0))
         diagnosis = diagnose(
             rank,
             active.onset_ns,
@@ -372,21 +407,16 @@ class SlowDataDetector(Detector):
             node=self.generation.node(rank) if rank is not None else self._only_node(),
         )
         cause = CAUSE if diagnosis.cause == UNKNOWN else diagnosis.cause
-        how_often = "per step" if is_steady else "in some steps"
+        how_often = "per step" if wait.is_steady else "in some steps"
         reason = "" if cause == CAUSE else f", because of {cause}"
-        line = active.search.line if cause == CAUSE else None
-        if rank is None:  # all ranks
-            active.search.begin_alone(self.generation.topology.stage_leaders[0])
-        elif cause == CAUSE:
-            affected = {one for other in self._active.values() for one in other.ranks}
-            active.search.begin(rank, affected, self.generation)
-        whom = "before" if rank is None else "for its peers and before"
+        line = self._line(active, rank) if cause == CAUSE else None
+        speedup = gain(wait.cost)
         return self.finding(
             fingerprint,
             cause=cause,
             summary=(
-                f"{self._subject(rank)} has waited {waited * 1e3:.0f} ms {how_often} for its data "
-                f"since step {onset}{reason}. It {cost_text(cost, speedup)}."
+                f"{self._subject(rank)} has waited {wait.seconds * 1e3:.0f} ms {how_often} for its "
+                f"data since step {onset}{reason}. It {cost_text(wait.cost, speedup)}."
                 + ("" if line is None else f" {line.sentence_about(rank)}")
             ),
             now_ns=observation.now_ns,
@@ -395,33 +425,31 @@ class SlowDataDetector(Detector):
             onset_step=onset,
             step=self._steps[-1],
             slowdown=slowdown,
-            cost_ratio=cost,
+            cost_ratio=wait.cost,
             speedup=speedup,
             persistence="persistent",
             causes=diagnosis.causes,
             advice=diagnosis.advice or _ADVICE,
-            severity="critical" if share >= 1 / 3 else "warning",
+            severity="critical" if wait.share >= 1 / 3 else "warning",
             # Its peers get the same kind of data in time, so this node's path to the data is slow.
             suspects_node=rank is not None,
             evidence=[
-                Evidence(
-                    f"data wait {waited * 1e3:.0f} ms; {normal * 1e3:.0f} ms {whom}",
-                    "data_wait_seconds",
-                    waited,
-                    normal,
-                ),
-                Evidence(
-                    f"slow in {slow.size} of the last {len(excess)} steps",
-                    "slow_steps",
-                    float(slow.size),
-                    0.0,
-                ),
+                *wait.evidence(whom="before" if rank is None else "for its peers and before"),
                 *([] if line is None else [line.evidence]),
                 *diagnosis.evidence,
             ],
             counter_evidence=diagnosis.counter_evidence,
             profiles_wanted=active.search.ranks,
         )
+
+    def _line(self, active: _LateData, rank: int | None) -> SlowLine | None:
+        """Return the Python line if it is known; begin to search for it."""
+        if rank is None:  # all ranks
+            active.search.begin_alone(self.generation.topology.stage_leaders[0])
+        else:
+            affected = {one for other in self._active.values() for one in other.ranks}
+            active.search.begin(rank, affected, self.generation)
+        return active.search.line
 
 
 def _unrelated(generation: Generation) -> list[Ints]:
