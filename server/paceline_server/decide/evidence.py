@@ -14,6 +14,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
+from paceline_server.decide.nodes import is_progressing
 from paceline_server.decide.types import IncidentView
 from paceline_server.detect.kinds import SLOW_DATA, SLOWER_STEPS
 from paceline_wire.commands import Command, TakeDumps, TakeProfiles, TakeStacks
@@ -93,7 +94,7 @@ def request_profiles(draft: Draft) -> None:
 
 def request_usual_profiles(draft: Draft) -> None:
     """Have the first rank of each pipeline stage sampled, once per hour while nothing is slow."""
-    if draft.state != "running" or draft.view.first_step is None or _asks_for_profiles(draft):
+    if draft.state != "running" or not is_progressing(draft) or _asks_for_profiles(draft):
         return
     experience = draft.experience
     if experience.sampled_generation != draft.generation:

@@ -190,6 +190,34 @@ def test_rises_of_both_of_two_do_not_enlarge_each_other_without_limit(seed, kind
     assert largest < 2.5
 
 
+def of_three(course, seed: int, assumed: tuple[float, ...] = ()) -> set[int]:
+    """Return which of three series have a rise at the end; of `assumed` sizes from step 80 on."""
+    chance = np.random.default_rng(seed)
+    found = PeerLevels(3, smallest=0.05, false_alarms=1e-6, resolution=0.004)
+    rises = []
+    for step in range(300):
+        found.push(chance.normal(0.0, 0.03, 3) + course(step))
+        if step == 80:
+            rises += [found.assume((one,), 8, size) for one, size in enumerate(assumed)]
+        rises += [found.begin((shift.series,), shift.steps) for shift in found.rises()[:1]]
+        rises = [rise for rise in rises if found.follow(rise) != "over"]
+    return {rise.series[0] for rise in rises}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rises_of_all_of_three_are_over_where_none_is_slower_than_another(seed):
+    """Each waited for a CPU for a moment, so that each is explained by what the others seem."""
+    assert of_three(lambda step: 0.0, seed, assumed=(0.95, 0.9, 0.85)) == set()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_two_of_three_that_became_slow_are_both_found(seed):
+    def course(step):
+        return np.array([0.7 * (step >= 100), 0.5 * (step >= 150), 0.0])
+
+    assert of_three(course, seed) == {0, 1}
+
+
 @pytest.mark.parametrize("before", [5, 6, 8])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rise_after_few_steps_has_its_whole_size(ranks, before):

@@ -85,6 +85,7 @@ class PeerLevels:
             is_spiky=is_spiky,
             newest=newest,
         )
+        self._is_spiky = is_spiky
         self._levels: deque[Floats] = deque(maxlen=KEPT)
         self._explained: deque[Floats] = deque(
             maxlen=KEPT
@@ -137,6 +138,9 @@ class PeerLevels:
     def rises(self) -> list[Shift]:
         """Return new rises, the most certain first; see `ShiftMonitor.rises`.
 
+        If rises of most series are explained, as after a moment in which one after the other waited
+        for a CPU, corrected levels are no reference: the levels themselves must show a rise.
+
         Among few series, if one falls, all others seem to rise. This is a recovery, and the new
         level becomes its usual one, once it has lasted: if the series is soon as before again, as
         on a busy host, that is no rise either.
@@ -156,7 +160,33 @@ class PeerLevels:
         return self._most_certain_first(POSSIBLE)
 
     def _most_certain_first(self, certainty: float = 1.0) -> list[Shift]:
-        return sorted(self._monitor.rises(certainty), key=lambda shift: -shift.score)
+        shown = (
+            shift
+            for shift in self._monitor.rises(certainty)
+            if self._shows((shift.series,), shift.steps, shift.steps, shift.size)
+        )
+        return sorted(shown, key=lambda shift: -shift.score)
+
+    def _shows(self, series: tuple[int, ...], since: int, steps: int, size: float) -> bool:
+        """Return whether the series rose beside at least one other; also if most of the others have
+        no reported rise, so that they are a reference.
+
+        Args:
+            since: number of newest steps since its onset.
+            steps: newest steps in which it must show.
+        """
+        explained = self.explained > 0.0
+        explained[list(series)] = True
+        before = list(self._levels)[-since - PAST : -since]
+        if self._is_spiky or 2 * int(explained.sum()) <= explained.size or not before:
+            return True
+        changed = column_medians(np.array(list(self._levels)[-steps:])) - column_medians(
+            np.array(before)
+        )
+        others = np.delete(changed, list(series))
+        others = others[~np.isnan(others)]
+        own = known_median(changed[list(series)])
+        return not others.size or not own - others.min() < size / 2.0
 
     def _ends_fall(self, shift: Shift) -> bool:
         """Return whether a series only rose to where it was before it fell; the fall is over then.
@@ -326,8 +356,13 @@ class PeerLevels:
         Two series are compared with each other only: if rises of both are explained, because noise
         hid the end of one, the correction of each would enlarge the other without limit.
         """
-        steps = CORRECTED_STEPS if rise.creeps else min(self.pushed - rise.since, CORRECTED_STEPS)
-        if steps < LEAST_CONTRADICTING_STEPS or rise.size <= 1.0:
+        since = self.pushed - rise.since
+        steps = CORRECTED_STEPS if rise.creeps else min(since, CORRECTED_STEPS)
+        if steps < LEAST_CONTRADICTING_STEPS:
+            return False
+        if not rise.creeps and not self._shows(rise.series, since, steps, rise.size):
+            return True
+        if rise.size <= 1.0:
             return False
         levels = column_medians(np.array(list(self._levels)[-steps:]))
         known = levels[~np.isnan(levels)]
