@@ -1260,6 +1260,56 @@ def test_what_accelerate_prepares_is_resumed(tmp_path: Path) -> None:
     assert ended.stdout == "24 [0, 0, 1, 1] True\n", ended.stderr
 
 
+SHARED_OUT = """
+import sys, torch, paceline
+from accelerate.data_loader import prepare_data_loader
+
+directory, sampler, stop = sys.argv[1:]
+
+def run(directory, stop_after):
+    torch.manual_seed(3)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    loader = torch.utils.data.DataLoader(torch.arange(32.0)[:, None], batch_size=4, shuffle=True)
+    loader = prepare_data_loader(
+        loader, num_processes=2, process_index=1, use_seedable_sampler=sampler == "seedable"
+    )
+    named = {"loader": loader} if stop == "named" else {}
+    state = paceline.Checkpoints(directory, every=0, model=model, optimizer=optimizer, **named)
+    seen = []
+    for epoch in state.epochs(4):
+        for batch in paceline.steps(loader, state=state):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            seen.append(batch.flatten().tolist())
+            if stop == "within" and len(seen) == stop_after:
+                state.save()
+                state.wait()
+                return seen
+        if stop != "within" and len(seen) == stop_after:
+            state.save()
+            state.wait()
+            return seen
+    return seen
+
+whole = run(directory + "/whole", None)
+count = 10 if stop == "within" else 8
+parts = run(directory + "/broken", count) + run(directory + "/broken", None)
+print(len(whole), parts == whole)
+"""
+
+
+@pytest.mark.parametrize("sampler", ["random", "seedable"])
+@pytest.mark.parametrize("stop", ["within", "between", "named"])
+def test_what_accelerate_shares_out_among_ranks_continues_in_the_same_order(
+    tmp_path: Path, sampler: str, stop: str
+) -> None:
+    environment = os.environ | {"PACELINE_MEMORY_DIRECTORY": "", "PACELINE_RING_DIRECTORY": ""}
+    ended = forked_python.run(["-c", SHARED_OUT, tmp_path, sampler, stop], environment, timeout=100)
+    assert ended.stdout == "16 True\n", ended.stderr
+
+
 ENDED = """
 import sys, time
 import torch

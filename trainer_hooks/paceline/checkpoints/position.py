@@ -114,6 +114,7 @@ class DataPosition:
             {
                 "generators": [each.get_state() for each in _generators(loader)],
                 "has_iterator": _has_iterator(loader),
+                "iteration": _iteration(loader),
             }
             for loader in (self._known(), *self.loaders, *self.stateful)
         ]
@@ -138,6 +139,7 @@ class DataPosition:
             (self._known(), *self.loaders, *self.stateful), self._ended_with, strict=False
         ):
             _set(_generators(loader), end["generators"])
+            _set_iteration(loader, end.get("iteration"))
 
     def _continue(self, loader: Any) -> None:
         """Bring a loader to the state that it had after the last epoch, if it is not yet."""
@@ -149,6 +151,8 @@ class DataPosition:
         generators = _generators(loader)
         if is_unknown and _are(generators, self._first):  # the script has not seeded them again
             _set(generators, ends[0]["generators"])
+            if not _iteration(loader):  # nor called `set_epoch`
+                _set_iteration(loader, ends[0].get("iteration"))
         is_same = is_unknown or is_named or loader is self._known()
         for each, end in zip((loader if is_same else None, *self.loaders), ends, strict=False):
             is_stateful = any(each is other for other in self.stateful)
@@ -174,6 +178,7 @@ class DataPosition:
             "generators": [each.get_state() for each in _generators(loader, *self.loaders)],
             "length": batches_of(loader),
             "has_iterator": [_has_iterator(each) for each in (loader, *self.loaders)],
+            "iterations": [_iteration(each) for each in (loader, *self.loaders)],
         }
         return iter(loader)
 
@@ -213,6 +218,10 @@ class DataPosition:
                 iter(each)
         if is_same_rank:
             RandomStates().load_state_dict(self._began_with["random"])
+        # a release before had none
+        counted = self._began_with.get("iterations", ())
+        for each, iteration in zip((loader, *self.loaders), counted, strict=False):
+            _set_iteration(each, iteration)
         if is_same_rank and not has_state:
             _set(_generators(loader, *self.loaders), self._began_with["generators"])
         iterator = iter(loader)
@@ -257,14 +266,26 @@ def _has_iterator(loader: Any) -> bool:
 
 def _generators(*loaders: Any) -> list[torch.Generator]:
     """Return the generators that loaders draw from, besides torch's default one."""
-    found = []
-    for loader in loaders:
-        sampler = getattr(loader, "sampler", None)
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        owners = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-        found += [getattr(owner, "generator", None) for owner in owners]
+    owners, inner = list(loaders), list(loaders)
+    # A batch sampler has a sampler; Accelerate's `BatchSamplerShard` has such a batch sampler.
+    names = ("sampler", "batch_sampler")
+    for _ in range(3):
+        inner = [getattr(each, name, None) for each in inner for name in names]
+        owners += inner
+    found = [getattr(owner, "generator", None) for owner in owners]
     generators = [each for each in found if isinstance(each, torch.Generator)]
     return list({id(each): each for each in generators}.values())
+
+
+def _iteration(loader: Any) -> int | None:
+    """Return the epochs that Accelerate's loader counts; the order of the data may follow them."""
+    value = getattr(loader, "iteration", None) if isinstance(loader, DataLoader) else None
+    return value if isinstance(value, int) else None
+
+
+def _set_iteration(loader: Any, value: int | None) -> None:
+    if value is not None and _iteration(loader) is not None:
+        loader.iteration = value
 
 
 def _set(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
