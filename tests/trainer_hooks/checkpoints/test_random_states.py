@@ -41,6 +41,7 @@ def test_generators_continue_where_they_were(state_of: Any) -> None:
         np.random.default_rng(1),
         np.random.Generator(np.random.MT19937(1)),
         np.random.Generator(np.random.Philox(1)),
+        np.random.RandomState(1),
     ],
 )
 def test_generators_of_the_script_continue_where_they_were(generator: Any) -> None:

@@ -15,7 +15,7 @@ from weakref import WeakMethod, finalize, ref
 
 import msgspec
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline import hooks, requests
@@ -41,6 +41,7 @@ from paceline.checkpoints.parts import (
     part_of,
 )
 from paceline.checkpoints.position import DataPosition, batches_of, has_begun
+from paceline.checkpoints.power_sgd import PowerSGD
 from paceline.checkpoints.random_states import RandomStates
 from paceline.checkpoints.rank_group import RankGroup, reason_of
 from paceline.checkpoints.replicas import ReplicaCheck, replica_sets
@@ -211,14 +212,8 @@ class Checkpoints:
         """
         if os.environ.get("PACELINE_REPLICA_CHECK") == "0":
             return None
-        modules = [
-            module
-            for part in self._parts.values()
-            if isinstance(part, ModulePart)
-            for module in part.modules
-        ]
         try:
-            sets = replica_sets(modules)
+            sets = replica_sets(_modules_of(self._parts))
             if not sets:
                 return None
             store = store_of_process_group(dist, f"replicas/{training}")
@@ -260,9 +255,15 @@ class Checkpoints:
                 else:
                     self._position.loaders.append(value)
                 continue  # the position in others is counted
+            if PowerSGD.fits(value):
+                continue
             part = parts[name] = part_of(name, value, names)
             if isinstance(part, OptimizerPart):
                 self._position.optimizers.append(part.value)
+        modules = _modules_of(parts)
+        for name, value in state.items():
+            if PowerSGD.fits(value):
+                parts[name] = ObjectPart(PowerSGD(name, value, modules), is_local=True)
         optimizers = {id(each): each for value in state.values() for each in optimizers_of(value)}
         self._counts_optimizers = bool(optimizers)
         for optimizer in optimizers.values():
@@ -726,6 +727,12 @@ class Checkpoints:
         peers.gather(None)  # all ranks have loaded theirs
         copies.resumed(Saved(record.generation, record.step))
         return loaded
+
+
+def _modules_of(parts: Mapping[str, StatePart]) -> list[nn.Module]:
+    return [
+        module for part in parts.values() if isinstance(part, ModulePart) for module in part.modules
+    ]
 
 
 def _parameter_names(parts: Mapping[str, StatePart]) -> dict[int, str]:

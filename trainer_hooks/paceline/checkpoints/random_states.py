@@ -43,7 +43,7 @@ class RandomStates:
 
 
 class OwnGenerator:
-    """A generator that the script made: a `random.Random`, or a numpy `Generator`."""
+    """A generator that the script made: a `random.Random`, numpy's `Generator` or `RandomState`."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -52,7 +52,9 @@ class OwnGenerator:
     def fits(value: object) -> bool:
         """Return whether an object is such a generator."""
         numpy = sys.modules.get("numpy")
-        is_numpy = numpy is not None and isinstance(value, numpy.random.Generator)
+        is_numpy = numpy is not None and isinstance(
+            value, numpy.random.Generator | numpy.random.RandomState
+        )
         is_python = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
         return is_numpy or is_python
 
@@ -60,12 +62,16 @@ class OwnGenerator:
         """Return its state."""
         if isinstance(self._generator, random.Random):
             return {"state": self._generator.getstate()}
+        if hasattr(self._generator, "get_state"):  # a RandomState of numpy
+            return {"state": _without_arrays(self._generator.get_state(legacy=False))}
         return {"state": _without_arrays(self._generator.bit_generator.state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set it."""
         if isinstance(self._generator, random.Random):
             self._generator.setstate(state["state"])
+        elif hasattr(self._generator, "set_state"):
+            self._generator.set_state(state["state"])
         else:
             self._generator.bit_generator.state = state["state"]
 
