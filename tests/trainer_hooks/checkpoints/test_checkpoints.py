@@ -1272,9 +1272,14 @@ def run(directory, stop_after):
     optimizer = torch.optim.SGD(model.parameters())
     loader = torch.utils.data.DataLoader(torch.arange(32.0)[:, None], batch_size=4, shuffle=True)
     loader = prepare_data_loader(
-        loader, num_processes=2, process_index=1, use_seedable_sampler=sampler == "seedable"
+        loader,
+        num_processes=2,
+        process_index=1,
+        use_seedable_sampler=sampler == "seedable",
+        use_stateful_dataloader=sampler == "stateful",
     )
-    named = {"loader": loader} if stop == "named" else {}
+    is_within = stop in ("within", "after the last batch")
+    named = {} if stop in ("within", "between") else {"loader": loader}
     state = paceline.Checkpoints(directory, every=0, model=model, optimizer=optimizer, **named)
     seen = []
     for epoch in state.epochs(4):
@@ -1282,12 +1287,12 @@ def run(directory, stop_after):
             optimizer.zero_grad()
             model(batch).sum().backward()
             optimizer.step()
-            seen.append(batch.flatten().tolist())
-            if stop == "within" and len(seen) == stop_after:
+            seen.append((batch.flatten().tolist(), torch.rand(1).item()))
+            if is_within and len(seen) == stop_after:
                 state.save()
                 state.wait()
                 return seen
-        if stop != "within" and len(seen) == stop_after:
+        if not is_within and len(seen) == stop_after:
             state.save()
             state.wait()
             return seen
@@ -1300,8 +1305,8 @@ print(len(whole), parts == whole)
 """
 
 
-@pytest.mark.parametrize("sampler", ["random", "seedable"])
-@pytest.mark.parametrize("stop", ["within", "between", "named"])
+@pytest.mark.parametrize("sampler", ["random", "seedable", "stateful"])
+@pytest.mark.parametrize("stop", ["within", "between", "named", "after the last batch"])
 def test_what_accelerate_shares_out_among_ranks_continues_in_the_same_order(
     tmp_path: Path, sampler: str, stop: str
 ) -> None:

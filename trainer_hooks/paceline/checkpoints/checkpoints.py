@@ -247,8 +247,9 @@ class Checkpoints:
                 raise ValueError(f"the name of a state must be an identifier, got {name!r}")
             has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             if name == _LOADER or isinstance(value, DataLoader):
-                # Accelerate's loaders have the methods also if they have no state.
-                if has_state and getattr(value, "use_stateful_dataloader", True):
+                # Accelerate's loaders have these methods also without a state, and read one batch
+                # ahead, so that after the last batch of an epoch their state is of the next one.
+                if has_state and not hasattr(value, "use_stateful_dataloader"):
                     parts[name] = ObjectPart(value, is_local=True)
                     if isinstance(value, DataLoader):
                         self._position.stateful.append(value)

@@ -162,7 +162,7 @@ class DataPosition:
                 and not (is_stateful or _has_iterator(each))
             ):
                 with _unchanged(generators):
-                    iter(each)
+                    _begin_first(each)
 
     def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Begin the next epoch."""
@@ -215,7 +215,7 @@ class DataPosition:
         for each, had_iterator in zip((loader, *self.loaders), had, strict=False):
             is_counted = each is not loader or not has_state
             if had_iterator and is_counted and not _has_iterator(each):
-                iter(each)
+                _begin_first(each)
         if is_same_rank:
             RandomStates().load_state_dict(self._began_with["random"])
         # a release before had none
@@ -259,9 +259,16 @@ def batches_of(loader: object) -> int | None:
 def _has_iterator(loader: Any) -> bool:
     """Return whether a DataLoader with `persistent_workers` has started them.
 
-    The first iteration draws a seed for them, before that of the epoch's order.
+    The first iteration draws a seed for them, before that of the epoch's order. A stateful one of
+    Accelerate draws its seed when it is created instead.
     """
-    return getattr(loader, "_iterator", None) is not None
+    is_created = getattr(loader, "_initial_iter_for_state_dict", False)
+    return getattr(loader, "_iterator", None) is not None and not is_created
+
+
+def _begin_first(loader: Any) -> None:
+    """Draw what the first iteration of a DataLoader draws; Accelerate's is a generator."""
+    iter(getattr(loader, "base_dataloader", loader))
 
 
 def _generators(*loaders: Any) -> list[torch.Generator]:
@@ -284,7 +291,7 @@ def _iteration(loader: Any) -> int | None:
 
 
 def _set_iteration(loader: Any, value: int | None) -> None:
-    if value is not None and _iteration(loader) is not None:
+    if value is not None and _iteration(loader) not in (None, value):
         loader.iteration = value
 
 
