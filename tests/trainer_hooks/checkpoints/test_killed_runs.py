@@ -62,4 +62,4 @@ def test_a_run_that_is_killed_ends_bit_for_bit_the_same(tmp_path: Path, kind: st
 def test_a_run_that_is_killed_20_times_ends_bit_for_bit_the_same(
     tmp_path: Path, kind: str, tier: str
 ) -> None:
-    assert_equal(tmp_path, kind, tier, kills=20, epochs=12)
+    assert_equal(tmp_path, kind, tier, kills=20, epochs=20)  # a busy host may kill some steps late
