@@ -93,12 +93,17 @@ async def take_of_rank(pid: int, procfs_root: Path) -> list[ThreadStack]:
     library = takewhile(lambda frame: frame.is_installed, threads[0].frames if threads else [])
     if not any(frame.file.startswith(_WAITS_FOR_CHILD) for frame in library):
         return threads
-    children = ChildProcesses(procfs_root)
-    children.refresh()
-    pids = sorted(children.of(pid))[:MAXIMUM_CHILDREN]
+    pids = children(pid, procfs_root)[:MAXIMUM_CHILDREN]
     return threads + [
         thread for thread in await asyncio.gather(*map(_take_of_child, pids)) if thread is not None
     ]
+
+
+def children(pid: int, procfs_root: Path) -> list[int]:
+    """Return the processes that a process has started, and those that they have."""
+    processes = ChildProcesses(procfs_root)
+    processes.refresh()
+    return sorted(processes.of(pid))
 
 
 async def _take_of_child(pid: int) -> ThreadStack | None:
@@ -125,9 +130,21 @@ async def take(pid: int) -> list[ThreadStack]:
         raise StacksError(f"py-spy did not read process {pid} within {SECONDS:.0f} s") from None
 
 
+async def profile_of_rank(
+    pid: int, seconds: float, workers_in: Path | None
+) -> tuple[Profile, Profile]:
+    """Sample a rank for so many seconds, and the workers of its data loader, if it has any, unless
+    `workers_in`, the file system with the processes, is None. Return both. Raises StacksError."""
+    has_workers = workers_in is not None and bool(children(pid, workers_in))
+    return await profile(pid, seconds, workers=has_workers)
+
+
 async def profile(pid: int, seconds: float, *, workers: bool = False) -> tuple[Profile, Profile]:
     """Sample the main thread for so many seconds; with `workers`, also those of processes that
-    multiprocessing started. Return both. Raises StacksError."""
+    multiprocessing started. Return both. Raises StacksError.
+
+    It disturbs the process several times as much with `workers`, also if it has none.
+    """
     seconds = min(max(seconds, 1.0), LONGEST_PROFILE)
     try:
         async with asyncio.timeout(SECONDS + seconds):

@@ -219,7 +219,8 @@ class CommandRunner:
         try:
             if pid is None:
                 raise stacks.StacksError(f"rank {rank} has no process on this node")
-            main, workers = await stacks.profile(pid, command.seconds, workers=command.workers)
+            workers_in = self._procfs_root if command.workers else None
+            main, workers = await stacks.profile_of_rank(pid, command.seconds, workers_in)
             event = replace(event, main=main, workers=workers)
         except stacks.StacksError as failure:
             event = replace(event, error=str(failure))

@@ -247,6 +247,26 @@ def test_a_profile_shows_how_often_a_process_is_in_each_line(tmp_path: Path) -> 
     assert workers.samples == 0
 
 
+@pytest.mark.parametrize("has_worker", [True, False])
+async def test_other_processes_are_sampled_only_if_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, has_worker: bool
+) -> None:
+    """To look for them costs a process of steps of a millisecond several percent."""
+    options: list[str] = []
+
+    async def py_spy(_: int, *given: str, **__: object) -> bytes:
+        options.extend(given)
+        return b""
+
+    monkeypatch.setattr(stacks, "_py_spy", py_spy)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as trainer:
+        pid = os.getpid() if has_worker else trainer.pid
+        assert (trainer.pid in stacks.children(pid, Path("/proc"))) == has_worker
+        await stacks.profile_of_rank(pid, 1.0, Path("/proc"))
+        trainer.communicate(b"")
+    assert ("--subprocesses" in options) == has_worker
+
+
 RAW = """py-spy> Sampling process 20 times a second for 3 seconds. Press Control-C to exit.
 
 thread (7): pool-0;run (/src/job/a.py:3) 9
