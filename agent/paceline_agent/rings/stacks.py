@@ -143,7 +143,7 @@ async def profile(pid: int, seconds: float, *, workers: bool = False) -> tuple[P
     """Sample the main thread for so many seconds; with `workers`, also those of processes that
     multiprocessing started. Return both. Raises StacksError.
 
-    It disturbs the process several times as much with `workers`, also if it has none.
+    With `workers` py-spy uses twice as much CPU time, also if there are none.
     """
     seconds = min(max(seconds, 1.0), LONGEST_PROFILE)
     try:

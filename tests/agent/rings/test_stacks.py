@@ -251,7 +251,7 @@ def test_a_profile_shows_how_often_a_process_is_in_each_line(tmp_path: Path) -> 
 async def test_other_processes_are_sampled_only_if_there_are_any(
     monkeypatch: pytest.MonkeyPatch, has_worker: bool
 ) -> None:
-    """To look for them costs a process of steps of a millisecond several percent."""
+    """To look for them, py-spy needs twice as much CPU time."""
     options: list[str] = []
 
     async def py_spy(_: int, *given: str, **__: object) -> bytes:
