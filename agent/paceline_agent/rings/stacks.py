@@ -131,20 +131,18 @@ async def take(pid: int) -> list[ThreadStack]:
 
 
 async def profile_of_rank(
-    pid: int, seconds: float, workers_in: Path | None
+    pid: int, seconds: float, procfs_root: Path, *, workers: bool
 ) -> tuple[Profile, Profile]:
-    """Sample a rank for so many seconds, and the workers of its data loader, if it has any, unless
-    `workers_in`, the file system with the processes, is None. Return both. Raises StacksError."""
-    has_workers = workers_in is not None and bool(children(pid, workers_in))
-    return await profile(pid, seconds, workers=has_workers)
+    """Sample a rank as `profile`; the workers of its data loader too, if wanted and if it has any.
+
+    To look for them, py-spy needs twice as much CPU time.
+    """
+    return await profile(pid, seconds, workers=workers and bool(children(pid, procfs_root)))
 
 
 async def profile(pid: int, seconds: float, *, workers: bool = False) -> tuple[Profile, Profile]:
     """Sample the main thread for so many seconds; with `workers`, also those of processes that
-    multiprocessing started. Return both. Raises StacksError.
-
-    With `workers` py-spy uses twice as much CPU time, also if there are none.
-    """
+    multiprocessing started. Return both. Raises StacksError."""
     seconds = min(max(seconds, 1.0), LONGEST_PROFILE)
     try:
         async with asyncio.timeout(SECONDS + seconds):

@@ -219,8 +219,9 @@ class CommandRunner:
         try:
             if pid is None:
                 raise stacks.StacksError(f"rank {rank} has no process on this node")
-            workers_in = self._procfs_root if command.workers else None
-            main, workers = await stacks.profile_of_rank(pid, command.seconds, workers_in)
+            main, workers = await stacks.profile_of_rank(
+                pid, command.seconds, self._procfs_root, workers=command.workers
+            )
             event = replace(event, main=main, workers=workers)
         except stacks.StacksError as failure:
             event = replace(event, error=str(failure))

@@ -232,14 +232,8 @@ def _start(
     descriptor = 0 if listener is None else listener.fileno()
     if listener is not None:
         server = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server_command = [
-            *run,
-            "server",
-            "--fd",
-            str(descriptor),
-            "--database-url",
-            _database(logs),
-        ]
+        options = ("--fd", str(descriptor), "--database-url", _database(logs))
+        server_command = [*run, "server", *options]
     agent_command = [
         *(*run, "agent", "--server", server, "--node-directory", str(directory)),
         *("--spool-directory", str(logs / "spool"), "--slots", "0", "--no-metrics"),

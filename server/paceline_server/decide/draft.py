@@ -98,6 +98,11 @@ class Draft:
         self.audit("policy", verb or state, action.action_id, error or action.reason)
         return self.put_action(ended)
 
+    def is_due(self, due_ns: int, longest_ns: int) -> bool:
+        """Return whether a moment has come. A wait for it that is longer than `longest_ns` means
+        that the clock was set back."""
+        return not 0 < due_ns - self.now_ns <= longest_ns
+
     def issue(self, agent_id: str, action_id: str, command: Callable[[int], Command]) -> int:
         """Send `command(command_id)` to the agent; return the id."""
         command_id = self._next_command_id()

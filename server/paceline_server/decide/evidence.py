@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
@@ -26,23 +25,11 @@ DUMP_GRACE_SECONDS = 5.0
 MAXIMUM_RANKS = 8  # ranks whose stacks are read, per incident
 MAXIMUM_PROFILES = 4  # slow ranks whose stacks are sampled, per incident
 
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """For how long stacks are sampled."""
-
-    least_seconds: float
-    steps: float
-    most_seconds: float = 60.0
-
-    def seconds(self, step_seconds: float | None) -> float:
-        wanted = self.steps * (step_seconds or 0.0)
-        return min(max(wanted, self.least_seconds), self.most_seconds)
-
-
-# Two ranks are sampled at the same time. One that is compared with its past needs more samples.
-_BESIDE_PEER = _Sampled(least_seconds=10.0, steps=4.0)
-_ALONE = _Sampled(least_seconds=30.0, steps=30.0)
+# For how long stacks are sampled: at least so many seconds, and so many steps. A rank and its peer
+# are sampled at the same time. One that is compared with its past needs more samples.
+BESIDE_PEER = (10.0, 4.0)
+ALONE = (30.0, 30.0)
+MOST_SECONDS = 60.0
 # While nothing is wrong, so that a later slowdown of all ranks can be compared with it.
 FIRST_USUAL_NS = 60 * NANOSECONDS  # after the first step: the first minute is often not typical
 USUAL_INTERVAL_NS = 3600 * NANOSECONDS
@@ -84,8 +71,7 @@ def request_profiles(draft: Draft) -> None:
                 continue
             asked.append(wanted[0])
             workers = finding.kind in _WITH_WORKERS
-            sampled = _BESIDE_PEER if len(wanted) > 1 else _ALONE
-            seconds = sampled.seconds(draft.view.step_seconds)
+            seconds = _sampled_seconds(draft, *(BESIDE_PEER if len(wanted) > 1 else ALONE))
             kind = partial(TakeProfiles, seconds=seconds, workers=workers)
             _issue(draft, incident.incident_id, wanted, agents, kind)
         if asked != incident.profiles_asked:
@@ -99,19 +85,21 @@ def request_usual_profiles(draft: Draft) -> None:
     experience = draft.experience
     if experience.sampled_generation != draft.generation:
         wait_ns = FIRST_USUAL_NS
-    # A longer wait means that the clock was set back.
-    elif 0 < experience.sample_due_ns - draft.now_ns <= USUAL_INTERVAL_NS:
+    elif not draft.is_due(experience.sample_due_ns, USUAL_INTERVAL_NS):
         return
     else:
         wait_ns = USUAL_INTERVAL_NS
         agents = _agents(draft)
         ranks = draft.topology.stage_leaders[:MAXIMUM_USUAL]
-        seconds = _ALONE.seconds(draft.view.step_seconds)
-        kind = partial(TakeProfiles, seconds=seconds, workers=True)
+        kind = partial(TakeProfiles, seconds=_sampled_seconds(draft, *ALONE), workers=True)
         _issue(draft, "", [rank for rank in ranks if rank in agents], agents, kind)
     draft.experience = replace(
         experience, sampled_generation=draft.generation, sample_due_ns=draft.now_ns + wait_ns
     )
+
+
+def _sampled_seconds(draft: Draft, least_seconds: float, steps: float) -> float:
+    return min(max(steps * (draft.view.step_seconds or 0.0), least_seconds), MOST_SECONDS)
 
 
 def _asks_for_profiles(draft: Draft) -> bool:

@@ -10,7 +10,7 @@ also sampled while nothing is wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -101,8 +101,7 @@ class LineSearch:
         if self.line is not None or not self.ranks:
             return False
         with_peer = len(self.ranks) > 1
-        pair = self._of_both if with_peer else self._now_and_before
-        slow, other = pair(since_ns, observation)
+        slow, other = self._samples(since_ns, observation)
         if slow is None or other is None:
             return False
         times = slow.time_ns, other.time_ns
@@ -111,32 +110,26 @@ class LineSearch:
         self._compared = times
         least = LEAST_DIFFERENCE if with_peer else _least_change(slow, other, observation)
         of_workers = self.of_workers and slow.workers.samples > 0
-        now, before = (one.workers if of_workers else one.main for one in (slow, other))
-        if (found := _slow_line(now, before, least)) is not None:
+        of_slow, of_other = (one.workers if of_workers else one.main for one in (slow, other))
+        if (found := _slow_line(of_slow, of_other, least)) is not None:
             peer = other.rank if with_peer else None
             self.line = SlowLine(slow.rank, peer, of_workers, *found)
         return self.line is not None
 
-    def _of_both(
+    def _samples(
         self, since_ns: int, observation: Observation
     ) -> tuple[RankProfile | None, RankProfile | None]:
-        slow, peer = (
-            next((one for one in _newest(rank, observation) if one.time_ns >= since_ns), None)
-            for rank in self.ranks
-        )
-        return slow, peer
+        """Return those of the slow rank, and those of the peer or of the rank before."""
 
-    def _now_and_before(
-        self, since_ns: int, observation: Observation
-    ) -> tuple[RankProfile | None, RankProfile | None]:
-        profiles = _newest(self.ranks[0], observation)
-        now = next((one for one in profiles if one.begun_ns >= since_ns), None)
-        before = next((one for one in profiles if one.time_ns <= since_ns), None)
-        return now, before
+        def newest(rank: int, fits: Callable[[RankProfile], bool]) -> RankProfile | None:
+            return next(filter(fits, reversed(observation.profiles.get(rank, ()))), None)
 
-
-def _newest(rank: int, observation: Observation) -> Sequence[RankProfile]:
-    return list(observation.profiles.get(rank, ()))[::-1]
+        rank, *peers = self.ranks
+        if peers:
+            slow, peer = (newest(each, lambda one: one.time_ns >= since_ns) for each in self.ranks)
+            return slow, peer
+        now = newest(rank, lambda one: one.begun_ns >= since_ns)
+        return now, newest(rank, lambda one: one.time_ns <= since_ns)
 
 
 def _least_change(now: RankProfile, before: RankProfile, observation: Observation) -> float:
@@ -166,12 +159,12 @@ def _slow_line(
     line = script_frame(way)
     if line is None:
         return None
-    share, before = shares[line], others.get(line, 0.0)
-    together = (share * slow.samples + before * other.samples) / (slow.samples + other.samples)
+    share, rest = shares[line], others.get(line, 0.0)
+    together = (share * slow.samples + rest * other.samples) / (slow.samples + other.samples)
     variance = together * (1.0 - together) * (1.0 / slow.samples + 1.0 / other.samples)
-    if share - before < LEAST_DEVIATIONS * math.sqrt(max(variance, 0.0)):
+    if share - rest < LEAST_DEVIATIONS * math.sqrt(max(variance, 0.0)):
         return None
-    return line, None if line == way[0] else way[way.index(line) - 1], share, before
+    return line, None if line == way[0] else way[way.index(line) - 1], share, rest
 
 
 def _shares(profile: Profile) -> Mapping[StackFrame, float]:

@@ -262,7 +262,7 @@ async def test_other_processes_are_sampled_only_if_there_are_any(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as trainer:
         pid = os.getpid() if has_worker else trainer.pid
         assert (trainer.pid in stacks.children(pid, Path("/proc"))) == has_worker
-        await stacks.profile_of_rank(pid, 1.0, Path("/proc"))
+        await stacks.profile_of_rank(pid, 1.0, Path("/proc"), workers=True)
         trainer.communicate(b"")
     assert ("--subprocesses" in options) == has_worker
 

@@ -34,22 +34,19 @@ class PowerSGD:
             TypeError: it is registered for none of them.
             ValueError: the buckets of the model will change.
         """
-        self._hook = hook
-        self._model = next(
-            (
-                each
-                for module in modules
-                for each in module.modules()
-                if isinstance(each, DistributedDataParallel)
-                and any(state is hook for _, state in each._comm_hooks)
-            ),
-            None,
-        )
-        if self._model is None:
+        models = [
+            each
+            for module in modules
+            for each in module.modules()
+            if isinstance(each, DistributedDataParallel)
+            and any(state is hook for _, state in each._comm_hooks)
+        ]
+        if not models:
             raise TypeError(
                 f"{name} is a PowerSGDState of no DistributedDataParallel in this state: register "
                 "it with register_comm_hook, and give the model to Checkpoints"
             )
+        self._hook, self._model = hook, models[0]
         is_final = self._model.find_unused_parameters and not self._model.static_graph
         if not (is_final or self._model._has_rebuilt_buckets):
             raise ValueError(
@@ -71,7 +68,6 @@ class PowerSGD:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set it."""
-        assert self._model is not None, "checked before"
         device = next(self._model.parameters()).device
 
         def moved(tensors: dict[int, Tensor]) -> dict[int, Tensor]:

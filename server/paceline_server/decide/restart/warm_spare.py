@@ -21,11 +21,10 @@ _RETRY_NS = 30 * NANOSECONDS  # while there is no spare
 
 def keep_spare_warm(draft: Draft) -> None:
     """Send the command if it is due. The policy's mode must allow restarts."""
-    # A longer wait means that the clock was set back.
-    waits = 0 < draft.experience.spare_due_ns - draft.now_ns <= _REPEAT_NS
     if not _preloads(draft) or draft.state != "running":
         return
-    if waits or draft.actions("running") or not is_progressing(draft):
+    is_due = draft.is_due(draft.experience.spare_due_ns, _REPEAT_NS)
+    if not is_due or draft.actions("running") or not is_progressing(draft):
         return
     last = max(draft.ranks, key=lambda rank: rank.rank).agent_id
     is_warm = preload_without(draft, "", {last}, may_shrink=False)

@@ -26,7 +26,7 @@ from paceline_server.detect.kinds import BUBBLE, HOST_NOISE, SLOWER_STEPS, Kind,
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
-from paceline_server.detect.slow_line import LineSearch
+from paceline_server.detect.slow_line import LineSearch, SlowLine
 from paceline_server.detect.slower_steps.report import (
     RESTART_ADVICE,
     advice,
@@ -275,11 +275,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         if reported.earlier is not None:
             number = reported.earlier.generation
             since = f"take {slowdown:.2f}x as long as in generation {number}"
-        else:
-            reported.search.of_workers = part == DATA
-            leaders = self.generation.topology.stage_leaders
-            reported.search.begin_alone(slowest(reported.before, now, leaders))
-        line = reported.search.line if diagnosis.cause == UNKNOWN else None
+        line = self._line(reported, now, part) if diagnosis.cause == UNKNOWN else None
         return msgspec.structs.replace(
             reported.finding,
             cause=diagnosis.cause,
@@ -305,6 +301,16 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             counter_evidence=diagnosis.counter_evidence,
             profiles_wanted=reported.search.ranks,
         )
+
+    def _line(
+        self, reported: _ReportedSlowdown, now: StepParts, part: str | None
+    ) -> SlowLine | None:
+        """Return the Python line if it is known; begin to search for it."""
+        if reported.earlier is None:  # the script may have been another one
+            reported.search.of_workers = part == DATA
+            leaders = self.generation.topology.stage_leaders
+            reported.search.begin_alone(slowest(reported.before, now, leaders))
+        return reported.search.line
 
     def _severity(
         self, reported: _ReportedSlowdown, diagnosis: Diagnosis, observation: Observation

@@ -177,8 +177,10 @@ class PeerLevels:
         """
         explained = self.explained > 0.0
         explained[list(series)] = True
+        if self._is_spiky or 2 * int(explained.sum()) <= explained.size:
+            return True
         before = list(self._levels)[-since - PAST : -since]
-        if self._is_spiky or 2 * int(explained.sum()) <= explained.size or not before:
+        if not before:
             return True
         changed = column_medians(np.array(list(self._levels)[-steps:])) - column_medians(
             np.array(before)
