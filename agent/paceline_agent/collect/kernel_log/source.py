@@ -138,7 +138,7 @@ class KernelLogFile:
             if is_relevant(line) or not self._has_begun:
                 self._has_begun = True
                 lines.append(self._line(line))
-            else:
+            elif line.strip():  # a blank line is no message
                 self._skipped += 1
         return lines
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline_agent.collect.kernel_log import Recognizer, records_of
@@ -48,7 +48,11 @@ def events_of_file(path: Path) -> list[KernelEvent]:
     return found + events_of([line.text for line in log.last_line()], recognizer)
 
 
+OFF_BUS = "NVRM: GPU 0000:83:00.0: GPU has fallen off the bus."
+
+
 @settings(max_examples=150)
+@example(messages=[OFF_BUS, *[""] * 38, OFF_BUS], raw=False)
 @given(st.lists(st.sampled_from([*MESSAGES, *NOISE]), max_size=40), st.booleans())
 def test_skipping_lines_changes_no_event(
     tmp_path_factory: pytest.TempPathFactory, messages: list[str], raw: bool
