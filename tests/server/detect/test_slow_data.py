@@ -224,6 +224,19 @@ def test_ranks_of_one_node_are_one_finding():
     assert (found.rank, found.node, found.ranks) == (3, "node-1", [2, 3])
 
 
+@pytest.mark.parametrize("early_steps", [0, 1, 4])
+def test_data_that_is_late_from_the_first_step_on_is_found(early_steps):
+    """Also if all ranks wait for their data in the first steps."""
+    job = a_job(Topology(4, 1, 1))
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, early_steps, late_data=dict.fromkeys(range(4), 0.2)))
+    watched.show(played(job, 20, early_steps, late_data={**job.late_data, 2: 0.2}))
+    [found] = [one for one in watched.findings if not one.cleared]
+    assert (found.rank, found.cause) == (2, "slow data loading")
+    assert found.evidence[0].value == pytest.approx(0.2, rel=0.1)
+    assert found.evidence[0].expected == pytest.approx(0.001, rel=0.5)
+
+
 def test_a_stage_that_reads_more_than_others_is_healthy():
     job = a_job(Topology(2, 4, 1))
     watched = Watched(SlowDataDetector, job.topology)

@@ -120,6 +120,7 @@ class SlowDataDetector(Detector):
         self._past = _Past(world + 1)
         self._excess = np.zeros((max(settings.recurring_windows), world + 1))
         self._waits = np.zeros_like(self._excess)
+        self._normal = np.zeros_like(self._excess)
         self._steps: list[int] = []
         self._started_ns: list[int] = []
         self._step_seconds: list[float] = []
@@ -140,10 +141,10 @@ class SlowDataDetector(Detector):
         waits[ranks.rank] = ranks.data_wait_seconds
         waits[-1] = self._wait_of_most(waits)
         peers, past = self._peers(waits[:-1]), self._past.medians
-        normal = np.fmax(np.append(peers, np.nan), past)
-        # Without peers, a rank is judged only if enough of its past is known.
-        own_only = np.isnan(np.append(peers, np.nan))
-        normal[own_only & (self._past.counts < self.settings.baseline_steps)] = np.nan
+        normal = np.append(peers, np.nan)
+        # Data that is late from the first steps on has no past, but for a step in which all waited.
+        is_known = self._past.counts >= self.settings.baseline_steps
+        normal[is_known] = np.fmax(normal, past)[is_known]
         step_seconds = max(median(ranks.step_seconds), 1e-9) if ranks.rank.size else 1.0
         excess = (waits - normal) / step_seconds
         reported = np.zeros(waits.size, dtype=np.bool_)
@@ -155,7 +156,8 @@ class SlowDataDetector(Detector):
         # When all ranks wait, no other rank is slow.
         slow[:-1] &= reported[:-1] | ~slow[-1]
         self._past.add(np.where(slow, np.nan, waits))
-        for rows, row in ((self._excess, np.where(slow, excess, 0.0)), (self._waits, waits)):
+        excess = np.where(slow, excess, 0.0)
+        for rows, row in ((self._excess, excess), (self._waits, waits), (self._normal, normal)):
             rows[:-1] = rows[1:]
             rows[-1] = row
         self._steps.append(timing.step)
@@ -375,7 +377,7 @@ class SlowDataDetector(Detector):
         # If only some steps are slow: whole periods, each from one slow step to the next.
         since, until = slow[0], len(excess) if is_steady or slow.size == 1 else slow[-1]
         step_seconds = np.array(self._step_seconds)[-steps:][since:until]
-        normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
+        normal = median(self._normal[-steps:, ranks[0]][slow])
         # A single long wait among them, such as that of a new epoch, makes no other one longer.
         usual = _mean_without_longest(waits[slow]) if is_steady else waited
         late_seconds = max(usual - normal, 0.0) * int((excess[since:until] > 0).sum())
