@@ -135,9 +135,11 @@ class RepairArm:
                 training.checkpoint_steps,
                 earlier,
             )
-            if found is not None:
-                results.append(found)
-            if found is None or not found.recovered:
+            if found is None:
+                report(0, f"{launcher}: no undisturbed step, as with few kills that come early")
+                return
+            results.append(found)
+            if not found.recovered:
                 report(0, f"{launcher} did not recover from one of the kills")
 
         done = {one.launcher for one in results}
