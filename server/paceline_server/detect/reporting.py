@@ -41,19 +41,19 @@ def cost_of(speedup: float | None) -> float | None:
     return min(max(1.0 - 1.0 / speedup, 0.0), 1.0)
 
 
-def speedup_without(
+def speedup_with_data_in_time(
     replay: RunReplay | None,
-    excess_seconds: Mapping[int, float],
+    normal_seconds: Mapping[int, float],
     cost_ratio: float,
     since_step: int | None = None,
 ) -> float:
-    """Return the speedup of a replay without these seconds of each rank.
+    """Return the speedup of a replay whose ranks wait for their data no longer than normally.
 
-    Without a replay, assume that all of the seconds would be saved.
+    Without a replay, assume that all of the cost would be saved.
     """
     found = None
     if replay is not None:
-        found = replay.speedup(excess_seconds=excess_seconds, since_step=since_step)
+        found = replay.speedup(data_wait_limits=normal_seconds, since_step=since_step)
     return gain(cost_ratio) if found is None else found
 
 

@@ -221,6 +221,15 @@ class Fixes:
             share = np.divide(left, total, out=np.zeros_like(left), where=total > 0)
             self._remove(rows, dp_rank, left, rest * np.minimum(share, 1.0))
 
+    def limit_data_waits(self, limits: Mapping[int, float]) -> None:
+        """Shorten each wait of these ranks for their data to at most this many seconds."""
+        for rank, seconds in limits.items():
+            if 0 <= rank < self._layout.topology.world_size:
+                stage, dp_rank, _ = self._layout.place(rank)
+                row = self._order.data_wait[stage]
+                waits = self.seconds[row, :, dp_rank]
+                self.seconds[row, :, dp_rank] = np.minimum(waits, max(seconds, 0.0))
+
     def _beyond_typical(self, rows: list[int], dp_rank: int) -> Seconds:
         """Return by how much operations exceed the median of their type and worker. [row, step]"""
         seconds = self.seconds[rows, :, dp_rank]

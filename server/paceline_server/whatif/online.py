@@ -74,6 +74,7 @@ class RunReplay:
         links: Collection[tuple[int, int]] = (),
         optypes: Collection[str] = (),
         excess_seconds: Mapping[int, float] | None = None,
+        data_wait_limits: Mapping[int, float] | None = None,
         since_step: int | None = None,
     ) -> float | None:
         """Return the current step time over the step time with these parts idealized (1.21: 21%
@@ -85,6 +86,7 @@ class RunReplay:
             links: pairs of ranks; their communication takes the median of its type.
             optypes: operation types, named as in `Analysis.slowdown_by_optype`.
             excess_seconds: seconds per step to remove from a rank (data wait, GC, checkpoint).
+            data_wait_limits: most seconds that a rank waits for the data of a step.
             since_step: leave out earlier steps, unless no step is left then.
         Returns:
             The speedup; None if the steps cannot be replayed or a part has no peers.
@@ -98,6 +100,7 @@ class RunReplay:
         fixes.idealize_links(links)
         fixes.idealize_optypes(optypes)
         fixes.remove_excess(excess_seconds or {})
+        fixes.limit_data_waits(data_wait_limits or {})
         if fixes.without_peers:
             return None
         counted = np.array(built.window.steps) >= (-1 if since_step is None else since_step)

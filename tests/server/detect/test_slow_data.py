@@ -108,6 +108,20 @@ def test_long_waits_in_few_steps_are_found_with_their_true_cost(every, seconds):
     assert [one.cleared for one in over] == [True]
 
 
+def test_waits_in_two_of_three_steps_are_found_with_their_true_cost():
+    """As of two loader workers that finish a batch each at about the same time."""
+    job = a_job(Topology(4, 1, 1))
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 20))
+    late = {**job.late_data, 2: 0.4}
+    for step in range(20, 60):
+        watched.show(played(job, 1, step, late_data=late if step % 3 else job.late_data))
+    found = watched.findings[-1]
+    assert "has waited 400 ms in most steps for its data" in found.summary
+    extra = 0.4 * 2 / 3
+    assert found.cost_ratio == pytest.approx(extra / (0.49 + extra), rel=0.1)
+
+
 def test_the_first_batch_of_each_epoch_is_no_finding():
     job = a_job(Topology(4, 1, 1))
     watched = Watched(SlowDataDetector, job.topology)

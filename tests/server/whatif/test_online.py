@@ -105,6 +105,15 @@ def test_replay_predicts_the_cost_of_slow_data(topology: Topology) -> None:
     assert replay.speedup(excess_seconds={0: 0.1}) == pytest.approx(seconds / healthy, rel=0.002)
 
 
+@pytest.mark.parametrize("topology", [PIPELINE, ALL_AXES, Topology(dp=4), Topology()])
+def test_replay_predicts_the_gain_of_data_in_time(topology: Topology) -> None:
+    _, healthy = measured(topology)
+    replay, seconds = measured(topology, data_seconds={0: 0.101})
+    gain = replay.speedup(data_wait_limits={0: 0.001})
+    assert gain == pytest.approx(seconds / healthy, rel=0.002)
+    assert replay.speedup(data_wait_limits={0: 0.2, 99: 0.0}) == pytest.approx(1.0)
+
+
 def test_excess_beyond_the_data_wait_is_removed_from_the_rest_of_the_step() -> None:
     _, healthy = measured(PIPELINE)
     replay, seconds = measured(PIPELINE, slow={5: 1.5})

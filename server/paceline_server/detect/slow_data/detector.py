@@ -33,7 +33,7 @@ from paceline_server.detect.reporting import (
     cost_of,
     cost_text,
     gain,
-    speedup_without,
+    speedup_with_data_in_time,
 )
 from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
@@ -51,6 +51,7 @@ CAUSE = "slow data loading"
 ALL = -1  # in lists of ranks: stands for all ranks
 PAST_STEPS = 32
 STEPS_BETWEEN_MEDIANS = 4
+EACH_STEP = 0.8  # share of slow steps from which they are all steps but for accidents
 CHANCE_SIGMAS = 4.0  # standard deviations of a Poisson count
 
 
@@ -384,12 +385,11 @@ class SlowDataDetector(Detector):
         share = late_seconds / float(step_seconds.sum())
         cost = min(share, 1.0)
         if is_steady:  # a replay is of too few steps for waits in some of them
-            seconds = max(waited - normal, 0.0) * slow.size / (len(excess) - int(slow[0]))
             waiting = range(self._stage.size) if ranks == [ALL] else ranks
-            late = dict.fromkeys(waiting, seconds)
+            in_time = dict.fromkeys(waiting, normal)
             # A rank that is late while another one is slow holds up the job for less than its wait.
-            saved = cost_of(speedup_without(observation.replay, late, cost, onset))
-            cost = min(cost, saved or 0.0)
+            saved = speedup_with_data_in_time(observation.replay, in_time, cost, onset)
+            cost = min(cost, cost_of(saved) or 0.0)
         cost = active.cost.add(cost, observation.now_ns)
         return _Wait(waited, normal, share, cost, int(slow.size), len(excess), is_steady)
 
@@ -409,7 +409,9 @@ class SlowDataDetector(Detector):
             node=self.generation.node(rank) if rank is not None else self._only_node(),
         )
         cause = CAUSE if diagnosis.cause == UNKNOWN else diagnosis.cause
-        how_often = "per step" if wait.is_steady else "in some steps"
+        how_often = "in most steps" if wait.is_steady else "in some steps"
+        if wait.slow_steps >= EACH_STEP * wait.steps:
+            how_often = "per step"
         reason = "" if cause == CAUSE else f", because of {cause}"
         line = self._line(active, rank) if cause == CAUSE else None
         speedup = gain(wait.cost)
