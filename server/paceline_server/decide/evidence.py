@@ -103,8 +103,9 @@ def _sampled_seconds(draft: Draft, least_seconds: float, steps: float) -> float:
 
 
 def _asks_for_profiles(draft: Draft) -> bool:
+    """Return whether something has become slow; what always was so is usual."""
     return any(
-        finding.profiles_wanted and not finding.cleared
+        finding.profiles_wanted and not finding.cleared and finding.persistence != "chronic"
         for incident in draft.incidents()
         for finding in (incident.finding, *incident.symptoms)
     )

@@ -184,6 +184,16 @@ def test_the_first_rank_of_each_stage_is_sampled_each_hour_while_nothing_is_slow
     assert profiled(world) == asked + first
 
 
+def test_a_rank_that_always_was_slower_does_not_end_the_hourly_samples(world: World) -> None:
+    world.last_step = 100_000
+    chronic = replace(straggler(world, 5, 4), persistence="chronic", severity="info")
+    world.tick((chronic,))
+    asked = [(world.home(5), [5, 4], 10.0)]
+    assert profiled(world) == asked
+    world.run(65.0)
+    assert profiled(world) == [*asked, *((world.home(rank), [rank], 30.0) for rank in (0, 4))]
+
+
 def test_a_restarted_job_is_sampled_after_its_first_minute(world: World) -> None:
     world.run(60.0)
     world.crash(5)

@@ -161,6 +161,25 @@ def test_a_straggler_of_unknown_cause_is_reported_again_with_its_line() -> None:
     assert found.cause == "unknown", "where it spends its time is no cause"
 
 
+def test_a_rank_that_always_was_slower_has_a_cost_and_a_line() -> None:
+    job = SimulatedStep(Topology(4), one_forward_one_backward(1, 8), jitter=0.02, slow={2: 1.3})
+    watched = Watched(StragglerDetector, job.topology)
+    (found,) = watched.show(job.play(step) for step in range(60))
+    assert (found.severity, found.profiles_wanted) == ("info", [2, 0])
+    assert found.speedup == pytest.approx(1.3, rel=0.05)
+    cost = f" It costs {found.cost_ratio:.0%} of step time; fixing it gives {found.speedup:.2f}x."
+    assert found.summary.endswith(cost)
+    at_ns = int(job.play(60).ranks.end_ns.max())
+    watched.profiles = {
+        2: [profile(2, (LOADING, 80), (COMPUTING, 120), time_ns=at_ns)],
+        0: [profile(0, (COMPUTING, 120), (WAITING, 80), time_ns=at_ns)],
+    }
+    (again,) = watched.show(job.play(step) for step in range(60, 90))
+    line = " It is in data.py:30 next_batch for 40% of the time, rank 0 for 0%."
+    assert again.summary == found.summary + line
+    assert again.fingerprint == found.fingerprint
+
+
 def test_samples_from_before_the_onset_say_nothing_about_it() -> None:
     run = slow_run()
     sampled(run, at_step=40)

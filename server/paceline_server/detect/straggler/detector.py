@@ -48,6 +48,7 @@ from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.reporting import cost_of, cost_text, gain, is_alike
 from paceline_server.detect.rise_reports import RiseReports
 from paceline_server.detect.shared_settings import LEAST_SECONDS
+from paceline_server.detect.slow_line import LineSearch
 from paceline_server.detect.statistics.change_point import (
     AGREEING,
     KEPT,
@@ -384,8 +385,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
                 hidden = self._assume(unit, steps, size)
                 findings += self._report_certain([hidden], observation)
             else:
-                first.known[rank] = self._advice_since_first(unit, rank, size, observation)
-                findings.append(first.known[rank])
+                findings.append(self._advise_since_first(unit, rank, size, observation))
         return findings
 
     def _assume(self, unit: SlowUnit, steps: int, size: float) -> ReportedStraggler:
@@ -400,16 +400,24 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             self._since_first.is_outlier or self._is_explained(unit, size, observation)
         )
 
-    def _advice_since_first(
+    def _advise_since_first(
         self, unit: SlowUnit, rank: int, size: float, observation: Observation
     ) -> Finding:
-        return self._since_first.advice(
+        blank = msgspec.structs.replace(
             self._blank(unit, None),
+            step=self._recent.newest.number,
+            detected_ns=observation.now_ns,
+        )
+        replay, search = observation.replay, LineSearch()
+        slow = {*self._since_first.known, *ranks_in(self.reported.values())}
+        search.begin(rank, slow, self.generation)
+        return self._since_first.advise(
+            blank,
             rank,
             unit.subject(self.generation),
             math.exp(size),
-            self._recent.newest.number,
-            observation.now_ns,
+            None if replay is None else replay.speedup(ranks=[rank]),
+            search,
         )
 
     def _is_explained(self, unit: SlowUnit, size: float, observation: Observation) -> bool:
@@ -479,13 +487,14 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
 
     def _with_lines(self, observation: Observation) -> list[Finding]:
         """Return the verdicts whose Python line is known by now."""
-        return [
+        found = [
             self.report(active, observation)
             for active in self.reported.values()
             if active.is_reported
             and active.finding.cause == UNKNOWN
             and active.search.finds(active.onset_ns, observation)
         ]
+        return found + self._since_first.with_lines(observation)
 
     # Ranks that became slow together
 

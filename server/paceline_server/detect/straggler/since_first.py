@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.finding import Evidence, Finding
-from paceline_server.detect.observation import Generation
+from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.reporting import cost_of, cost_text
+from paceline_server.detect.slow_line import LineSearch
 from paceline_server.detect.statistics.change_point import (
     KEPT,
     MAD_TO_SIGMA,
@@ -44,7 +46,9 @@ class SlowSinceFirst:
         self._levels: deque[Floats] = deque(maxlen=KEPT)
         # Typical levels in the first steps: relative to the others, and absolute.
         self._first: tuple[Floats, Floats] | None = None
-        self.known: dict[int, Finding] = {}  # by rank, from its report to its recovery
+        # By rank, from its report to its recovery.
+        self.known: dict[int, Finding] = {}
+        self._searches: dict[int, LineSearch] = {}
 
     @property
     def steps(self) -> int:
@@ -132,10 +136,39 @@ class SlowSinceFirst:
             and recent[rank] < math.log(self._settings.chronic_slowdown) / 2.0
         ]
 
-    def advice(
-        self, blank: Finding, rank: int, subject: str, slowdown: float, step: int, now_ns: int
+    def with_lines(self, observation: Observation) -> list[Finding]:
+        """Return the advice on ranks whose Python line is known by now."""
+        found = []
+        for rank, before in self.known.items():
+            search = self._searches[rank]
+            if search.finds(before.detected_ns, observation) and search.line is not None:
+                self.known[rank] = msgspec.structs.replace(
+                    before,
+                    summary=f"{before.summary} {search.line.sentence_about(rank)}",
+                    evidence=[*before.evidence, search.line.evidence],
+                    detected_ns=observation.now_ns,
+                )
+                found.append(self.known[rank])
+        return found
+
+    def advise(
+        self,
+        blank: Finding,
+        rank: int,
+        subject: str,
+        slowdown: float,
+        speedup: float | None,
+        search: LineSearch,
     ) -> Finding:
-        """Return the advice on a rank; `blank`: a finding of its straggler without a text."""
+        """Return the advice on a rank, which is known from now on.
+
+        Args:
+            blank: a finding of its straggler without a text.
+            subject: as a sentence about the rank begins.
+            speedup: of a job in which the rank is as fast as its peers; None if it is unknown.
+            search: for its Python line.
+        """
+        self._searches[rank] = search
         whom = "peers" if self.is_outlier else "only peer"
         majority = "" if self.is_outlier else "two ranks have no majority, so "
         if self.began_later(rank, math.log(slowdown)):
@@ -155,16 +188,18 @@ class SlowSinceFirst:
             )
         if not self.is_outlier:
             why += f", or {of_other}"
-        return msgspec.structs.replace(
+        cost_ratio = cost_of(speedup)
+        cost = "" if cost_ratio is None else f" It {cost_text(cost_ratio, speedup)}."
+        self.known[rank] = msgspec.structs.replace(
             blank,
             fingerprint=f"straggler:chronic:{rank}",
             cause=cause,
             persistence="chronic",
             severity="info",
             slowdown=slowdown,
-            step=step,
-            detected_ns=now_ns,
-            summary=f"{subject} {lasts}: {majority}{why}.",
+            cost_ratio=cost_ratio,
+            speedup=speedup,
+            summary=f"{subject} {lasts}: {majority}{why}.{cost}",
             advice=advice,
             evidence=[
                 Evidence(
@@ -175,7 +210,9 @@ class SlowSinceFirst:
                     1.0,
                 )
             ],
+            profiles_wanted=search.ranks,
         )
+        return self.known[rank]
 
     def _stage_of(self, rank: int) -> tuple[int, int]:
         """Return the first rank of its stage, and that after the last."""
