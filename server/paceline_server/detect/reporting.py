@@ -99,13 +99,16 @@ class MeasuredCost:
         self._costs.clear()
         self._measured_ns = 0
 
-    def is_notable(self, reported: Finding) -> bool:
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def is_notable(self, reported: Finding, cost_ratio: float | None) -> bool:
         """Return whether the cost differs from the reported one by more than its own error."""
-        if reported.cost_ratio is None or len(self._costs) < 2:
+        if reported.cost_ratio is None or cost_ratio is None or len(self._costs) < 2:
             return False
         error = stdev(self._costs) / math.sqrt(len(self._costs))
         least = max(_NOTABLE_COST_CHANGE, _CERTAIN_ERRORS * error)
-        return abs(fmean(self._costs) - reported.cost_ratio) >= least
+        return abs(cost_ratio - reported.cost_ratio) >= least
 
     def _drop_outdated(self) -> None:
         """Keep only the newest measurements if all differ from the others, and not by chance.

@@ -220,7 +220,7 @@ class RiseReports(ABC, Generic[Reported]):
         # The replay costs more than the rest of a step, so that it is not used in each.
         if is_due and is_tenth and diagnosis.cause == before.cause:
             now = self._described(reported, observation)
-            if reported.cost.is_notable(before):
+            if reported.cost.is_notable(before, now.cost_ratio):
                 reported.finding = now
                 return [now]
         return []

@@ -44,7 +44,7 @@ def updates(costs: list[float]) -> list[float]:
     cost, reported = MeasuredCost(), []
     for number, measured in enumerate(costs):
         now = cost.add(measured, number + 1)
-        if not reported or cost.is_notable(straggler(0.6, cost_ratio=reported[-1])):
+        if not reported or cost.is_notable(straggler(0.6, cost_ratio=reported[-1]), now):
             reported.append(now)
     return reported
 

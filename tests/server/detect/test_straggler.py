@@ -487,6 +487,21 @@ def test_the_cost_of_a_rank_that_is_slow_in_some_steps_does_not_flip():
     assert found[-1].cost_ratio == pytest.approx(0.375, abs=0.05)
 
 
+@pytest.mark.parametrize(("every", "slowdown"), [(20, 11.0), (25, 9.0)])
+def test_the_cost_of_a_rank_that_is_slow_in_few_steps_is_a_mean_over_many(every, slowdown):
+    """The steps of one replay may contain none in which it is slow, or more than usual."""
+    topology = Topology(4, 1, 1)
+    job = SimulatedStep(topology, one_forward_one_backward(1, 8), jitter=0.02)
+    watched = Watched(StragglerDetector, topology)
+    slow = ({1: slowdown} if step >= 300 and not step % every else {} for step in range(600))
+    found = watched.show(
+        dataclasses.replace(job, slow=ratio).play(step) for step, ratio in enumerate(slow)
+    )
+    assert {one.fingerprint for one in found} == {"straggler:recurs:1"}
+    extra = (slowdown - 1.0) / every
+    assert [one.cost_ratio for one in found] == pytest.approx([extra / (1.0 + extra)], abs=0.06)
+
+
 def test_a_rank_that_is_slow_in_all_steps_by_now_is_not_called_slow_in_some_only():
     run = watched(Topology(4, 1, 1), 5)
     run.advance(70)

@@ -246,7 +246,7 @@ class SlowDataDetector(Detector):
             if before is None or not self._excess[-1, active.ranks[0]] > 0:
                 continue
             now = self._finding(fingerprint, active, observation)
-            if now.cause == before.cause and active.cost.is_notable(before):
+            if now.cause == before.cause and active.cost.is_notable(before, now.cost_ratio):
                 active.finding = now
                 findings.append(now)
         return findings

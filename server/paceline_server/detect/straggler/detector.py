@@ -58,7 +58,7 @@ from paceline_server.detect.statistics.change_point import (
 )
 from paceline_server.detect.statistics.creep import Creep, steps_since_onset
 from paceline_server.detect.statistics.load import ComputeLoads
-from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
+from paceline_server.detect.statistics.peer_levels import FOLLOWED_STEPS, PeerLevels, Rise
 from paceline_server.detect.straggler.recent_steps import RecentSteps
 from paceline_server.detect.straggler.settings import DEFAULTS, StragglerSettings
 from paceline_server.detect.straggler.since_first import SlowSinceFirst
@@ -554,10 +554,12 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         speedup = self._speedup(together, together, observation)
         if active.finding.ranks != affected_ranks(together):
             active.cost.restart()
+        extra_seconds = max(one.extra_seconds for one in measured)
         cost_ratio = active.cost.add(
-            self._cost_ratio(active, max(one.extra_seconds for one in measured), speedup),
-            observation.now_ns,
+            self._cost_ratio(active, extra_seconds, speedup), observation.now_ns
         )
+        if self._is_replayed_in_part(active, observation):
+            cost_ratio = self._extra_share(active, extra_seconds)
         speedup = None if speedup is None else gain(cost_ratio)
         is_unknown = own.diagnosis.cause == UNKNOWN
         line = active.search.line if is_unknown else None
@@ -665,6 +667,20 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         """Return the share of step time that is lost."""
         if (cost := cost_of(speedup)) is not None:
             return cost
+        return self._extra_share(active, extra_seconds)
+
+    def _is_replayed_in_part(self, active: ReportedStraggler, observation: Observation) -> bool:
+        """Return whether the replays cover fewer steps than tell how often the rank is slow.
+
+        One replay may contain none of the steps in which it is.
+        """
+        if active.way != "recurs" or observation.replay is None:
+            return False
+        replayed = len(active.cost) * len(observation.replay.timings)
+        return replayed < FOLLOWED_STEPS * active.each
+
+    def _extra_share(self, active: ReportedStraggler, extra_seconds: float) -> float:
+        """Return the share of the step that a rank takes longer than its peers."""
         step_seconds = self._recent.step_seconds(active)
         return min(max(extra_seconds / step_seconds, 0.0), 1.0) if step_seconds > 0 else 0.0
 
