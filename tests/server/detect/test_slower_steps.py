@@ -55,6 +55,41 @@ def test_data_that_comes_later_to_all_ranks_is_named():
     assert "file system" in slow.advice
 
 
+def in_turns(every, onset, slow):
+    """Return a change by which one in `every` steps is longer, and more so since an onset."""
+    return lambda step: (
+        {"slow": dict.fromkeys(range(RANKS), slow if step >= onset else 5.0)}
+        if step % every == 0
+        else {}
+    )
+
+
+@pytest.mark.parametrize(("every", "steps", "slowdown"), [(2, 260, 1.7), (3, 800, 1.6)])
+def test_steps_of_several_kinds_that_become_longer_are_found(every, steps, slowdown):
+    """One in so many is the first after a rollout, which takes longer since the onset."""
+    slow = 5.0 + (slowdown - 1.0) * (4.0 + every)
+    found = shown(in_turns(every, steps // 2, slow), steps=steps)
+    assert found
+    assert not any(finding.cleared for finding in found)
+    assert "as long on average since step" in found[0].summary
+    assert "on all ranks" in found[0].summary
+    assert "mostly in compute" in found[0].summary
+    assert found[-1].slowdown == pytest.approx(slowdown, rel=0.1)
+    assert found[0].onset_step == pytest.approx(steps // 2, abs=32)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("every", [2, 5, 12, 50])
+def test_steps_of_several_kinds_are_no_finding(every, seed):
+    random = np.random.default_rng(seed)
+
+    def change(step):
+        length = 6.0 * random.lognormal(0.0, 0.3) if step % every == 0 else 1.0
+        return {"slow": dict.fromkeys(range(RANKS), length)}
+
+    assert shown(change, steps=1000) == []
+
+
 def test_steps_that_gradually_become_longer_are_found():
     def change(step):
         return {"slow": dict.fromkeys(range(RANKS), 1.0 + 0.002 * max(step - ONSET, 0))}

@@ -3,8 +3,10 @@
 Other detectors compare ranks with one another, or links with their own past. Where all ranks, or
 most of them, become slower at once (power is limited in a row of racks, another job loads the
 switch or the file system, the script itself does more), no rank is an outlier. So the step time
-itself is compared with its past, without checkpoints and evaluations. Nothing is reported where
-another finding of the same time explains it, or where a step contains as much more work.
+itself is compared with its past, without checkpoints and evaluations. Steps of several kinds, such
+as the first one after a rollout and the others, scatter too much for that: the means over short and
+long blocks of steps are compared as well. Nothing is reported where another finding of the same
+time explains it, or where a step contains as much more work.
 """
 
 from __future__ import annotations
@@ -41,11 +43,12 @@ from paceline_server.detect.slower_steps.typical_step import (
     DATA,
     TRANSFERS,
     StepParts,
+    mean,
     only_seconds,
     parts_of,
     typical,
 )
-from paceline_server.detect.statistics.change_point import KEPT, PAST
+from paceline_server.detect.statistics.change_point import KEPT, NEWEST_APART, PAST
 from paceline_server.detect.statistics.creep import steps_since_onset
 from paceline_server.detect.statistics.peer_levels import (
     FIRST_STEPS,
@@ -59,6 +62,9 @@ from paceline_server.steps.types import UsualStep
 FINGERPRINT = "slower_steps"
 RESOLUTION = 0.004  # relative to the step time: timers and schedulers are not more precise
 RECENT_STEPS = 16  # newest steps, whose typical step is the present one
+BLOCKS_STEPS = (8, 32)  # whose means are compared
+RECENT_BLOCKS = 4  # newest blocks, whose mean is the present step
+PAST_BLOCKS = 16  # blocks before a rise, whose mean is the earlier step
 NEAR_STEPS = 8  # findings whose onset is at most this much earlier began at the same time
 EXPLAINED = 0.5  # share of the cost, or of the rise, that is an explanation
 USUAL_REPORTS = 3  # so many reports of a level make it usual for the job
@@ -69,9 +75,30 @@ ALIKE = 0.2  # relative change of a slowdown that is too small to report again
 _CAUSES_OF_KIND: dict[str | None, str] = {DATA: "slow_data", TRANSFERS: "slow_link"}
 
 
+class _StepBlocks:
+    """Mean steps of blocks of steps, and their durations as levels."""
+
+    def __init__(self, steps: int, levels: PeerLevels) -> None:
+        self.steps = steps
+        self.levels = levels
+        self.means: deque[StepParts] = deque(maxlen=KEPT)
+        self._open: list[StepParts] = []
+
+    def add(self, step: StepParts) -> bool:
+        """Add a step. Return whether it completes a block."""
+        self._open.append(step)
+        if len(self._open) < self.steps:
+            return False
+        self.means.append(mean(self._open))
+        self.levels.push(np.array([math.log(self.means[-1].seconds)]))
+        self._open.clear()
+        return True
+
+
 @dataclass(slots=True)
 class _ReportedSlowdown(ReportedRise):
     before: StepParts
+    blocks: _StepBlocks | None = None  # that contain the rise; None: the steps themselves do
     earlier: UsualStep | None = None  # with which this generation is compared
     was_long: bool = False  # when it was reported
     search: LineSearch = field(default_factory=LineSearch)
@@ -104,6 +131,20 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             false_alarms=settings.false_alarms_per_step,
             resolution=RESOLUTION,
         )
+        self._blocks = [
+            _StepBlocks(
+                steps,
+                PeerLevels(
+                    1,
+                    smallest=math.log(settings.slowdown),
+                    false_alarms=settings.false_alarms_per_step * steps,
+                    resolution=RESOLUTION,
+                    is_spiky=True,
+                    newest=NEWEST_APART,
+                ),
+            )
+            for steps in BLOCKS_STEPS
+        ]
         self._steps: deque[_Step] = deque(maxlen=KEPT)
         self._first: StepParts | None = None  # typical of the first steps
         self._former_levels: deque[float] = deque(maxlen=2 * USUAL_REPORTS)
@@ -168,14 +209,32 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         for shift in self._levels.rises():
             known = self.reported.get(FINGERPRINT)
             if known is not None:
-                if not known.is_reported:  # a reported one is measured again while it lasts
+                # A reported one is measured again while it lasts.
+                if known.blocks is None and not known.is_reported:
                     self._levels.worsen(known.rise, shift.steps)
-                return
+                break
             steps = [step.parts for step in self._steps][: -shift.steps]
             rise = self._levels.begin((0,), shift.steps)
             self._activate(rise, shift.steps, typical(steps[-PAST:]))
         if FINGERPRINT not in self.reported and self._first is not None:
             self._find_gradual_rise(self._first)
+        for blocks in self._blocks:
+            if blocks.add(self._steps[-1].parts) and FINGERPRINT not in self.reported:
+                self._find_rise_of(blocks)
+
+    def _find_rise_of(self, blocks: _StepBlocks) -> None:
+        """Find a rise of blocks that neither the steps nor other blocks have shown."""
+        for shift in blocks.levels.rises():
+            steps, before = shift.steps * blocks.steps, list(blocks.means)[: -shift.steps]
+            others = [(self._levels, 1)]
+            others += [(one.levels, one.steps) for one in self._blocks if one is not blocks]
+            if any(levels.was_explained(0, -(-steps // of)) for levels, of in others):
+                return
+            if shift.size > self._levels.hidden:
+                return  # the steps themselves show such a rise, if it is one of all of them
+            rise = blocks.levels.begin((0,), shift.steps)
+            self._activate(rise, steps, mean(before[-PAST_BLOCKS:]), blocks)
+            return
 
     def _find_gradual_rise(self, first: StepParts) -> None:
         levels, least = self._levels, math.log(self.settings.gradual_slowdown)
@@ -188,7 +247,9 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         rise = levels.assume_since_first((0,), size, 0)
         self._activate(rise, crept if rise.creeps else levels.pushed - rise.since, first)
 
-    def _activate(self, rise: Rise, steps: int, before: StepParts) -> _ReportedSlowdown:
+    def _activate(
+        self, rise: Rise, steps: int, before: StepParts, blocks: _StepBlocks | None = None
+    ) -> _ReportedSlowdown:
         onset = self._steps[-min(steps, len(self._steps))]
         blank = self.finding(
             FINGERPRINT,
@@ -198,7 +259,8 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             onset_step=onset.number,
             persistence="persistent",
         )
-        reported = _ReportedSlowdown(self._levels, rise, onset.started_ns, blank, before)
+        levels = self._levels if blocks is None else blocks.levels
+        reported = _ReportedSlowdown(levels, rise, onset.started_ns, blank, before, blocks)
         self.reported[FINGERPRINT] = reported
         return reported
 
@@ -237,13 +299,14 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
     def _is_explained(self, reported: _ReportedSlowdown, observation: Observation) -> bool:
         """Return whether other findings of the same time explain it."""
         onset = reported.finding.onset_step or 0
+        near = NEAR_STEPS if reported.blocks is None else max(NEAR_STEPS, reported.blocks.steps)
         costs = [
             other.cost_ratio or 0.0
             for other in observation.active
             if other.kind not in (SLOWER_STEPS.name, BUBBLE.name)
             and kind_of(other.kind).effect == "slow"
             and other.onset_step is not None
-            and other.onset_step >= onset - NEAR_STEPS
+            and other.onset_step >= onset - near
         ]
         return sum(costs) >= EXPLAINED * (cost_of(self.slowdown(reported)) or 0.0)
 
@@ -269,7 +332,8 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         part, share = longer_part(reported.before, now)
         mostly = f", mostly in {part}" if share >= 0.5 else ""
         onset = reported.finding.onset_step
-        since = f"have taken {slowdown:.2f}x as long since step {onset}"
+        on_average = "" if reported.blocks is None else " on average"
+        since = f"have taken {slowdown:.2f}x as long{on_average} since step {onset}"
         if reported.rise.creeps:
             since = f"have gradually become {slowdown:.2f}x as long since about step {onset}"
         if reported.earlier is not None:
@@ -356,12 +420,16 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         return replace(self.generation, nodes=ranks)
 
     def _now(self, reported: _ReportedSlowdown) -> StepParts:
-        since = self._levels.pushed - reported.rise.since
+        since = reported.levels.pushed - reported.rise.since
+        if reported.blocks is not None:
+            return mean(list(reported.blocks.means)[-max(min(since, RECENT_BLOCKS), 1) :])
         steps = list(self._steps)[-max(min(since, RECENT_STEPS), 1) :]
         return typical([step.parts for step in steps])
 
     def recovery_text(self, reported: _ReportedSlowdown) -> str:
         newest = typical([step.parts for step in self._steps][-FOLLOWED_STEPS:])
+        if reported.blocks is not None:
+            newest = reported.blocks.means[-1]
         return f"Steps take {duration(newest.seconds)} again."
 
     def slowdown(self, reported: _ReportedSlowdown) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -20,7 +21,7 @@ OWN_PARTS = frozenset({COMPUTE, OPTIMIZER, DATA, COLLECTION, OTHER})
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Seconds of one step, or medians of several, without checkpoints and evaluations."""
+    """Seconds of one step, or medians or means of several, without checkpoints and evaluations."""
 
     seconds: float  # mean over the ranks
     parts: Floats  # those of `PARTS`, means over the ranks; they sum to `seconds`
@@ -63,6 +64,16 @@ def typical(steps: Sequence[StepParts]) -> StepParts:
         np.median([step.parts for step in steps], axis=0),
         column_medians(np.array([step.own for step in steps])),
         column_medians(np.array([step.work for step in steps])),
+    )
+
+
+def mean(steps: Sequence[StepParts]) -> StepParts:
+    """Return the means of several steps; NaN where a value is unknown in one of them."""
+    return StepParts(
+        fmean(step.seconds for step in steps),
+        np.mean([step.parts for step in steps], axis=0),
+        np.mean([step.own for step in steps], axis=0),
+        np.mean([step.work for step in steps], axis=0),
     )
 
 
