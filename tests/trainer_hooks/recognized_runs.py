@@ -124,6 +124,23 @@ def critic_twice() -> None:
             optimizer.step()
 
 
+def actor_now_and_then() -> None:
+    """In no list: the first loops, which show what repeats, are several steps each.
+
+    The critic has an optimizer per layer; the actor learns after every fifth step of it.
+    """
+    actor, critic = model_of(), model_of(3)
+    of_layers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in critic]
+    of_actor = torch.optim.SGD(actor.parameters(), lr=0.01)
+    for number in range(40):
+        critic(features[:1]).sum().backward()
+        for optimizer in of_layers:
+            optimizer.step()
+        if number % 5 == 4:
+            actor(features[:1]).sum().backward()
+            of_actor.step()
+
+
 def adversarial_with_loader() -> None:
     adversarial(iter(loader()))
 

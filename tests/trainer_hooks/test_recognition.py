@@ -65,6 +65,20 @@ def test_a_loop_in_which_an_optimizer_repeats_is_one_step(tmp_path: Path) -> Non
         assert [counted[step] for step in steps[-STEPS:]] == [3] * STEPS
 
 
+def test_an_optimizer_that_steps_now_and_then_leaves_the_steps_of_the_others_whole(
+    tmp_path: Path,
+) -> None:
+    """Each step has the backward pass of its own optimizers."""
+    run_scenarios("recognized_runs.py", tmp_path, "actor_now_and_then")
+    spans = list(unpack(RingReader(tmp_path / "actor_now_and_then.g0.r0.ring").read()))
+    steps = [span.step for span in of(spans, Op.STEP)]
+    passes, optimizers = (
+        Counter(span.step for span in of(spans, op)) for op in (Op.BACKWARD, Op.OPTIMIZER)
+    )
+    counted = [(passes[step], optimizers[step]) for step in steps]
+    assert counted[10:40] == [(2, 4), *4 * [(1, 3)]] * 6
+
+
 def test_a_step_is_data_forward_backward_and_optimizer_without_gaps(recorded: Recorded) -> None:
     spans = recorded("plain")
     steps = of(spans, Op.STEP)

@@ -37,6 +37,7 @@ MOST_OPTIMIZER_STEPS = 64
 MOST_MICROBATCHES_UNSEEN = 8
 MOST_MICROBATCHES_OF_AN_OPTIMIZER = 64
 MOST_REPEATED = 8  # optimizer steps of a loop that are one step if some optimizer repeats in it
+MOST_CYCLES = 8  # sequences of optimizers that are one step each and are known at a time
 MOST_REJECTED_EVALUATIONS = 2  # modules switched to `eval()` without an evaluation
 
 
@@ -83,8 +84,8 @@ class Recognition:
         self._optimized_in_backward = False
         self._optimizers: list[int] = []  # that step at this moment, outermost first
         self._called_at: dict[int, int] = {}  # backwards of the step when an optimizer stepped
-        self._cycle: tuple[int, ...] | None = None  # optimizers of a step without batches
-        self._history: deque[int] = deque(maxlen=2 * MOST_REPEATED)  # optimizers, newest last
+        self._cycles: list[tuple[int, ...]] = []  # optimizers of the steps without batches
+        self._history: deque[int] = deque(maxlen=MOST_OPTIMIZER_STEPS)  # optimizers, newest last
         self.measure_forward(session.recorder)
         self.evaluates = False  # `_evaluation` has begun
         self._evaluation = _Evaluation()
@@ -391,9 +392,16 @@ class Recognition:
         loop.optimizer_calls.append(optimizer)
         self._history.append(optimizer)
         loop.optimized_ns = perf_counter_ns()
-        if self._cycle and self._counts_optimizers() and tuple(loop.optimizer_calls) == self._cycle:
+        if self._cycles and self._counts_optimizers() and self._ends_cycle():
             loop.end_step()
             loop.begin_step()
+
+    def _ends_cycle(self) -> bool:
+        """Return whether the optimizers of the step are complete with the last one."""
+        if len(self._cycles) > 1 and (period := _period(tuple(self._history))):
+            self._cycles = [period]
+            return True
+        return tuple(self._loop.optimizer_calls) in self._cycles
 
     def _counts_optimizers(self) -> bool:
         """Return whether optimizer steps alone end this step: it has no batches."""
@@ -404,16 +412,19 @@ class Recognition:
     def _end_repeated_cycle(self, optimizer: int) -> None:
         """End the step if this optimizer has stepped in it, before another backward pass.
 
-        Unless it is known to do so in each step, as where a critic learns twice per generator.
+        Unless it is known to do so in each step, as where a critic learns twice per generator. Of
+        an optimizer that steps now and then only, the steps with and without it are both known.
         """
         loop = self._loop
         calls = loop.optimizer_calls
         repeats = optimizer in calls and loop.backwards > self._called_at.get(optimizer, 0)
         if repeats and self._counts_optimizers():
             begun = (*calls, optimizer)
-            if self._cycle and self._cycle[: len(begun)] == begun:
+            if any(cycle[: len(begun)] == begun for cycle in self._cycles):
                 return
-            self._cycle = _period(tuple(self._history)) or tuple(calls)
+            period = _period(tuple(self._history))
+            known = [cycle for cycle in self._cycles if cycle != tuple(calls)]
+            self._cycles = [period] if period else [*known[1 - MOST_CYCLES :], tuple(calls)]
             loop.end_step(loop.optimized_ns)
             loop.begin_step()
             loop.backwards = 1
@@ -423,7 +434,7 @@ class Recognition:
         calls = self._loop.optimizer_calls
         if IN_BACKWARD in calls:
             self._end_repeated_cycle(IN_BACKWARD)
-        elif self._cycle is None and self.has_one_optimizer():
+        elif not self._cycles and self.has_one_optimizer():
             self._end_repeated_cycle(calls[0])
 
     # Updates that no optimizer of torch makes
@@ -573,9 +584,10 @@ def _nothing() -> None:
 
 def _period(history: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the shortest sequence of all optimizers that the history repeats at its end."""
-    for length in range(len(set(history)), len(history) // 2 + 1):
+    optimizers = set(history)
+    for length in range(len(optimizers), min(len(history) // 2, MOST_REPEATED) + 1):
         newest = history[-length:]
-        if newest == history[-2 * length : -length] and set(newest) == set(history):
+        if newest == history[-2 * length : -length] and set(newest) == optimizers:
             return newest
     return None
 
