@@ -48,6 +48,17 @@ def test_a_long_stall_comes_with_advice(notable, text, has_advice):
     assert (found.advice is not None) == has_advice
 
 
+def test_a_rank_that_is_slow_again_after_one_step_is_not_as_fast_as_before():
+    """The first step after a rollout hides it: there all ranks take longer."""
+    run = watched(DEMO, 3, noise=Noise(outliers=0.0))
+    run.advance(40)
+    for step in range(40, 100):
+        run.stalled = {5: 0.5 * STEP_SECONDS} if step % 4 != 3 else {}
+        run.advance(1)
+    assert {one.rank for one in run.findings} == {5}
+    assert {one.kind for one in run.findings} == {"straggler"}
+
+
 def test_a_stall_as_short_as_a_busy_host_makes_them_is_not_reported():
     run = watched(DEMO, 3, noise=Noise(outliers=0.0))
     settings = TransientStallSettings(least_seconds=0.6 * STEP_SECONDS)

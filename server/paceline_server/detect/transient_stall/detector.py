@@ -42,6 +42,9 @@ WORST_STEPS = 512  # number of steps whose worst stall is remembered
 # Time within which this many reported stalls of a size make such stalls usual for the job.
 REPORTED_NS = 3_600_000_000_000
 USUAL_REPORTS = 3
+# Steps without it after which a stall is over: a single one, such as the first after a rollout, may
+# take all ranks so long that it does not show.
+_STEPS_AS_BEFORE = 2
 _STILL_SLOW = math.log(2.0)  # a rank that takes so much longer than usual is not as fast as before
 _LONG_STALL_ADVICE = (
     "If the script evaluates or saves there on this rank alone, the others wait for it: share that "
@@ -55,7 +58,9 @@ class _Stall:
 
     onset_step: int
     onset_ns: int
+    last_step: int = 0
     steps: int = 0
+    missed: int = 0  # steps since the last one in which the rank stalled
     seconds: float = 0.0
     share: float = 0.0  # share of the worst step
     slowdown: float = 1.0
@@ -130,6 +135,7 @@ class TransientStallDetector(Detector):
         }
         for rank in stalled:
             stall = self._stalls.setdefault(rank, _Stall(timing.step, _start_ns(timing)))
+            stall.last_step, stall.missed = timing.step, 0
             stall.steps += 1
             stall.seconds += float(excess[rank])
             stall.share = max(stall.share, float(share[rank]))
@@ -147,6 +153,9 @@ class TransientStallDetector(Detector):
     ) -> list[Finding]:
         findings, step = [], timing.step
         for rank in sorted(self._stalls.keys() - stalled):
+            self._stalls[rank].missed += 1
+            if self._stalls[rank].missed < _STEPS_AS_BEFORE:
+                continue
             stall = self._stalls.pop(rank)
             if np.isnan(self._usual[rank]):
                 continue  # it stalled in all recent steps, so that its usual level is not known
@@ -187,7 +196,7 @@ class TransientStallDetector(Detector):
     def _finding(self, rank: int, stall: _Stall, step: int, observation: Observation) -> Finding:
         when = f"in step {stall.onset_step}"
         if stall.steps > 1:
-            when = f"in steps {stall.onset_step}-{stall.onset_step + stall.steps - 1}"
+            when = f"in steps {stall.onset_step}-{stall.last_step}"
         subject = self.generation.subject(rank)
         is_long = stall.seconds >= self.settings.notable_seconds
         return self.finding(
