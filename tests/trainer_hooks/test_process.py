@@ -694,3 +694,32 @@ dist.destroy_process_group()  # without it, gloo sometimes aborts at exit, also 
         has_torch=True,
     )
     assert finished.returncode == 0, finished.stderr
+
+
+ENDS_WHILE_A_THREAD_WAITS = """
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+import paceline
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+paceline.init()
+dist.all_reduce(torch.zeros(1))
+read, write = os.pipe()
+
+def release() -> None:
+    os.read(read, 1)
+    os.write(1, b"released")  # needs the GIL after the read, as the destructor of a tensor does
+
+threading.Thread(target=release, daemon=True).start()
+time.sleep(0.1)
+sys.setswitchinterval(1000.0)
+os.write(write, b"x")
+"""
+
+
+def test_a_thread_that_waits_for_the_interpreter_at_the_end_still_gets_it(tmp_path: Path) -> None:
+    """Else a thread of gloo that releases the tensors of the last collective aborts the process."""
+    for attempt in range(4):
+        (ring := tmp_path / str(attempt)).mkdir()
+        finished = run(ENDS_WHILE_A_THREAD_WAITS, ring, has_torch=True)
+        assert (finished.returncode, finished.stdout) == (0, "released"), finished.stderr

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from operator import index
+from time import sleep
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
@@ -70,6 +71,9 @@ from paceline_wire.topology import Topology
 
 Loader = TypeVar("Loader", bound=Iterable[Any])
 P = ParamSpec("P")
+
+# Longer than a thread that waits for the GIL needs to get it, once the main thread sleeps.
+_RELEASE_SECONDS = 0.03
 
 
 def _nothing(*_: object) -> None:
@@ -997,6 +1001,19 @@ def _stop() -> None:
 
 
 def _at_exit() -> None:
+    """Finish as failed if an exception ends the process, and let threads of torch go on.
+
+    A thread of gloo may still hold the tensors of the last collective: that it calls a recorder
+    makes it later than the thread that waited. To release them it takes the GIL. If the interpreter
+    ends before that, it ends the thread inside a destructor of C++, which aborts the process.
+    """
+    session = _session
+    _finish_at_exit()
+    if session is not None and session.process_groups is not None:
+        sleep(_RELEASE_SECONDS)
+
+
+def _finish_at_exit() -> None:
     """Finish as failed if an exception ends the process.
 
     A child of multiprocessing runs no atexit; there the exception is still being handled.
