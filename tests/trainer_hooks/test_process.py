@@ -224,6 +224,40 @@ def test_a_long_error_is_reported_with_its_first_and_its_last_line(tmp_path: Pat
     assert (first, last) == ("RuntimeError: Missing keys:", "last")
 
 
+@pytest.mark.parametrize(("error", "is_reported"), [("KeyError", True), ("SystemExit", False)])
+def test_an_error_that_ends_a_thread_that_trains_is_reported(
+    tmp_path: Path, error: str, is_reported: bool
+) -> None:
+    """The process itself ends with 0, and other threads may end by errors of their own."""
+    source = f"""
+import threading
+import paceline
+
+def other() -> None:
+    raise ValueError("of no rank")
+
+def train() -> None:
+    paceline.init()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    raise {error}("label 17")
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+    finished = run(source, tmp_path)
+    assert finished.returncode == 0
+    assert "of no rank" in finished.stderr  # as without the hooks
+    assert ("label 17" in finished.stderr) == is_reported
+    ending = read_ending(tmp_path / RING, os.getuid())
+    assert (ending is not None) == is_reported
+    if ending is not None:
+        assert ending.error.startswith("Traceback")
+        assert ending.error.endswith("KeyError: 'label 17'\n")
+
+
 def test_the_first_error_of_a_group_is_reported(tmp_path: Path) -> None:
     inner = "ExceptionGroup('unhandled errors in a TaskGroup', [OSError('disk gone'), KeyError(3)])"
     assert run(LOOP + f"raise ExceptionGroup('several shards failed', [{inner}])", tmp_path).stderr

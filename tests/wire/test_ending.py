@@ -39,6 +39,13 @@ def test_the_first_error_is_kept_and_a_long_one_is_cut_at_its_beginning(ring: Pa
     assert len(ending.error) == ERROR_CHARACTERS
 
 
+def test_a_process_that_exits_with_0_after_an_error_has_failed(ring: Path) -> None:
+    """As torchrun reports one whose training thread has ended by an error."""
+    write_ending(ring, Ending(1, error="KeyError: 'label 17'"))
+    write_ending(ring, Ending(0))
+    assert read_ending(ring, os.getuid()) == Ending(1, error="KeyError: 'label 17'")
+
+
 def test_the_time_of_the_first_report_is_kept(ring: Path) -> None:
     assert reported_ns(ring) is None
     write_ending(ring, Ending(error="of the rank"))

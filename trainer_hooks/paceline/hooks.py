@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import index
 from time import sleep
 from types import FrameType
@@ -255,12 +256,33 @@ def _start(
     _set_session(session)
     session.recorder.watch_gc()
     session.guard(session.watch_exit)
+    session.guard(_watch_thread)
     session.guard(fatal_signals.watch, ring.path)
     session.guard(tracer.allow_agent, environment.ring_directory)
     if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
         multiprocessing.Finalize(None, _at_exit, exitpriority=0)
     session.guard(_wrap_torch, session, mesh)
     session.guard(_recognize, session, False)
+
+
+def _watch_thread() -> None:
+    """Have an exception that ends the thread that trains, if it is not the main one, end recording.
+
+    The process may go on, and exit with 0.
+    """
+    report = threading.excepthook
+    if threading.main_thread().ident == _owner or hasattr(report, "_paceline"):
+        return
+
+    @wraps(report)
+    def excepthook(arguments: threading.ExceptHookArgs) -> object:
+        error = arguments.exc_value
+        if error is not None and not isinstance(error, SystemExit) and get_ident() == _owner:
+            _fail(ending_of(error))
+        return report(arguments)
+
+    excepthook._paceline = True  # type: ignore[attr-defined]
+    threading.excepthook = excepthook
 
 
 def _find_session() -> Session | None:

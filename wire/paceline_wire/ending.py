@@ -63,13 +63,16 @@ def file_mode(directory: Path) -> int:
 def write_ending(ring: Path, ending: Ending) -> None:
     """Write the file; an error and a signal of the launcher that were reported before are kept.
 
+    So is the exit code of an error that ended the training if the process itself exits with 0.
     Raises OSError if the directory cannot be written.
     """
     path = ending_path(ring)
     earlier, reported = read_ending(ring, os.getuid()), reported_ns(ring)
     known = earlier or Ending()
+    ended_training = ending.exit_code == 0 and bool(known.error)
     kept = replace(
         ending,
+        exit_code=(ended_training and known.exit_code) or ending.exit_code,
         error=known.error or ending.error[-ERROR_CHARACTERS:],
         launcher_signal=known.launcher_signal or ending.launcher_signal,
     )
