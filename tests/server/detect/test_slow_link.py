@@ -418,3 +418,30 @@ def test_irregular_transfers_are_not_watched_forever():
         run.step += 1
     assert len(traffic.families) <= MOST_FAMILIES
     assert traffic.families[0].lanes == [TransferLane(tuple(range(16)), int(Op.ALL_REDUCE))]
+
+
+@pytest.mark.parametrize("is_in_steps", [True, False])
+def test_waits_for_a_rank_without_steps_are_no_slow_link(is_in_steps):
+    """A rank that only generates samples is late for the broadcast of these."""
+    run, found = watched(Topology(4, 1, 1), 5), []
+    [detector] = run._detectors
+    for step in range(120):
+        run.step = step
+        timing = run.timing()
+        collectives, ranks = timing.collectives, timing.ranks
+        slower = 5.0 if step >= 60 else 1.0
+        taken = np.full(collectives.group.size, slower * 0.05 * ranks.step_seconds.mean())
+        columns = {field.name: getattr(ranks, field.name) for field in dataclasses.fields(ranks)}
+        timing = dataclasses.replace(
+            timing,
+            ranks=ranks
+            if is_in_steps
+            else dataclasses.replace(ranks, **{key: rows[:-1] for key, rows in columns.items()}),
+            collectives=dataclasses.replace(
+                collectives,
+                participants=np.full(collectives.group.size, 4 if is_in_steps else 3),
+                transfer_seconds=taken,
+            ),
+        )
+        found += detector.update(run.observe(timing))
+    assert bool(found) == is_in_steps

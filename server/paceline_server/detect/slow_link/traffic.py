@@ -96,9 +96,10 @@ class TransferBaselines:
 
     def seconds(self, timing: StepTiming) -> list[Floats]:
         """Return the seconds of each lane of each family; NaN for lanes not seen in this step."""
-        keys = np.concatenate([_pair_keys(timing.transfers), _group_keys(timing.collectives)])
+        collectives, whole = timing.collectives, _of_whole_groups(timing)
+        keys = np.concatenate([_pair_keys(timing.transfers), _group_keys(collectives)[whole]])
         taken = np.concatenate(
-            [timing.transfers.transfer_seconds, timing.collectives.transfer_seconds]
+            [timing.transfers.transfer_seconds, collectives.transfer_seconds[whole]]
         )
         at = np.minimum(np.searchsorted(self._keys, keys), max(self._keys.size - 1, 0))
         known = self._keys[at] == keys if self._keys.size else np.zeros(keys.size, dtype=np.bool_)
@@ -161,6 +162,26 @@ def _pair_keys(transfers: TransferTimes) -> Ints:
     high = np.maximum(transfers.source, transfers.destination)
     keys: Ints = low * _RANKS + high
     return keys
+
+
+def _of_whole_groups(timing: StepTiming) -> npt.NDArray[np.bool_]:
+    """Return the collectives of which all members take part in the steps.
+
+    Another member, such as a rank that only generates samples, may have arrived last: then a wait
+    for it is no transfer.
+    """
+    collectives, groups = timing.collectives, timing.groups
+    fewest: dict[int, int] = {}
+    for key, count in zip(
+        collectives.group.tolist(), collectives.participants.tolist(), strict=True
+    ):
+        fewest[key] = min(count, fewest.get(key, count))
+    torn = [
+        key
+        for key, count in fewest.items()
+        if count < len(groups.get(key, ())) and not np.isin(groups[key], timing.ranks.rank).all()
+    ]
+    return ~np.isin(collectives.group, torn)
 
 
 def _group_keys(collectives: CollectiveTimes) -> Ints:
