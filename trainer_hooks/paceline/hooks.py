@@ -1025,9 +1025,9 @@ def _stop() -> None:
 def _at_exit() -> None:
     """Finish as failed if an exception ends the process, and let threads of torch go on.
 
-    A thread of gloo may still hold the tensors of the last collective: that it calls a recorder
-    makes it later than the thread that waited. To release them it takes the GIL. If the interpreter
-    ends before that, it ends the thread inside a destructor of C++, which aborts the process.
+    A thread of gloo may still hold the tensors of the last collective. To release them it takes the
+    GIL. If the interpreter ends before that, it ends the thread inside a destructor of C++, which
+    aborts the process: so do some short trainings without Paceline.
     """
     session = _session
     _finish_at_exit()
