@@ -216,6 +216,19 @@ def test_a_rank_without_a_cpu_in_the_first_seconds_of_its_job_is_not_reported_wi
     assert [(one.rank, one.cause) for one in found][:1] == [(5, "CPU contention")]
 
 
+def test_of_a_busy_host_in_its_first_seconds_no_rank_is_reported_within_seconds():
+    """All ranks wait as long for a CPU, but one of them may have done so for a moment only."""
+    job = Waiting(StragglerDetector)
+    job.watched.detector.settings = StragglerSettings(contention_seconds=9.5 * STEP_NS / 1e9)
+    job.advance(40, None)
+    assert job.advance(7, 0.4, slow={5: 2.5}) == []
+    assert [one.rank for one in job.advance(8, 0.4, slow={5: 2.5})][:1] == [5]
+    quiet = Waiting(StragglerDetector)
+    quiet.watched.detector.settings = job.watched.detector.settings
+    quiet.advance(40, None)
+    assert [one.rank for one in quiet.advance(7, 0.04, slow={5: 2.5})][:1] == [5]
+
+
 def test_a_rank_without_a_cpu_from_the_first_step_on_is_not_reported_within_seconds():
     job = Waiting(StragglerDetector)
     job.watched.detector.settings = StragglerSettings(contention_seconds=14.5 * STEP_NS / 1e9)

@@ -266,6 +266,8 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
             if rise < LEAST_SHARE:
                 return True
             return self.diagnose(reported, slowdown, observation).cause == CPU_CONTENTION
+        if usual is None and share is not None and share >= LEAST_SHARE:
+            return False  # its waits may have grown: those before the onset are not known
         if rise_of_waits(observation, self.generation, ranks, onset_ns) >= LEAST_SHARE:
             return False  # also if it computes more and so waits more: it may do so for a moment
         return self.diagnose(reported, slowdown, observation).cause != CPU_CONTENTION
