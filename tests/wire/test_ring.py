@@ -103,6 +103,12 @@ def test_the_reader_has_the_writers_identity(ring: RingFile, identity: Identity)
     assert RingReader(ring.path).identity == identity
 
 
+def test_the_thread_of_a_writer_of_an_earlier_version_is_unknown(identity: Identity) -> None:
+    fields = msgspec.to_builtins(msgspec.structs.replace(identity, native_thread_id=5))
+    assert fields.pop("native_thread_id") == 5
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Identity) == identity
+
+
 def test_records_are_read_once_in_order(ring: RingFile) -> None:
     reader = RingReader(ring.path)
     assert reader.read() == b""
@@ -372,7 +378,15 @@ def test_a_damaged_header_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("rank", -1), ("generation", 1 << 31), ("pid", -7), ("started_ns", 1 << 63)]
+    ("name", "value"),
+    [
+        ("rank", -1),
+        ("generation", 1 << 31),
+        ("pid", -7),
+        ("native_thread_id", -1),
+        ("native_thread_id", 1 << 31),
+        ("started_ns", 1 << 63),
+    ],
 )
 def test_numbers_too_large_for_a_batch_are_refused(
     tmp_path: Path, identity: Identity, name: str, value: int

@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -331,9 +332,11 @@ def identify(
 ) -> Identity:
     """Return the identity that the ring's first page holds.
 
-    `environment`: of a rank that this process has started; default: this process is the rank.
+    `environment`: of a rank that this process has started; default: this process is the rank, and
+    the calling thread records.
     """
     torchrun = os.getppid() if environment is None else os.getpid()
+    thread = threading.get_native_id() if environment is None else None
     environment = os.environ if environment is None else environment
     launcher = _launcher(rank_environment.job, environment, torchrun)
     detected = {"python": sys.version.split()[0], **_script(), **launcher}
@@ -355,6 +358,7 @@ def identify(
         started_ns=monotonic_ns,
         gpu_uuid=rank_environment.gpu_uuid,
         metadata=detected | _truncate_metadata(metadata),
+        native_thread_id=thread,
     )
 
 

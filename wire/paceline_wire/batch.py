@@ -220,7 +220,10 @@ class RankAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag="rank_ackn
 
 
 class RankStackTraces(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stacks"):
-    """The Python stacks of a rank's threads; `error` is the reason if they could not be read."""
+    """The Python stacks of a rank's threads; `error` is the reason if they could not be read.
+
+    First the thread that trains, or the main one if that is unknown.
+    """
 
     time_ns: int
     job: str
@@ -232,7 +235,7 @@ class RankStackTraces(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stack
 
 
 class RankProfile(msgspec.Struct, frozen=True, kw_only=True, tag="rank_profile"):
-    """How often each stack of a rank's main thread, and of its loader workers, was found.
+    """How often each stack of a rank's thread that trains, and of its loader workers, was found.
 
     `time_ns`: the end of the samples. `error` is the reason if they could not be taken.
     """

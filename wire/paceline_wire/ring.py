@@ -149,6 +149,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     gpu_uuid: str | None = None
     metadata: dict[str, str] = {}  # framework versions, schedule, whether kernels are emulated
     is_reserved: bool = False  # by the launcher, for a rank that has recorded nothing yet
+    # of the thread that records, in the rank's own namespace; None: unknown
+    native_thread_id: int | None = None
     user: int | None = None  # uid of the file's owner, as the agent reports it; None in the ring
 
 
@@ -181,7 +183,10 @@ class RankDescription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 Definition = SectionDefinition | GroupDefinition
-_LIMITS = {"generation": 1 << 31, "rank": 1 << 31, "pid": 1 << 31, "started_ns": 1 << 63}
+_LIMITS = {
+    **dict.fromkeys(("generation", "rank", "pid", "native_thread_id"), 1 << 31),
+    "started_ns": 1 << 63,
+}
 _identities = msgspec.msgpack.Decoder(Identity)
 _definitions: msgspec.msgpack.Decoder[Definition] = msgspec.msgpack.Decoder(Definition)
 _descriptions = msgspec.msgpack.Decoder(RankDescription)
@@ -643,7 +648,7 @@ def _check_numbers(identity: Identity) -> None:
     """Raise ValueError for numbers that a batch cannot hold: the server would reject it."""
     for name, limit in _LIMITS.items():
         value = getattr(identity, name)
-        if not 0 <= value < limit:
+        if value is not None and not 0 <= value < limit:
             raise ValueError(f"{name} of {value} is not in 0..{limit - 1}")
 
 

@@ -259,10 +259,19 @@ class Rings:
 
     def pid(self, job: str, generation: int, rank: int) -> int | None:
         """Return a rank's pid in the node's namespace; None if it is not on this node."""
+        attached = self._find(job, generation, rank)
+        return None if attached is None else attached.pid
+
+    def native_thread_id(self, job: str, generation: int, rank: int) -> int | None:
+        """Return which thread a rank claims to record in, in its own namespace; None: unknown."""
+        attached = self._find(job, generation, rank)
+        return None if attached is None else attached.reader.identity.native_thread_id
+
+    def _find(self, job: str, generation: int, rank: int) -> _AttachedRing | None:
         key = RankKey(job, generation, rank)
         for attached in self._attached.values():
             if attached.key == key and self._is_owners(attached):
-                return attached.pid
+                return attached
         return None
 
     def external_pid(self, job: str, generation: int, rank: int, started_ns: int) -> int | None:

@@ -17,6 +17,7 @@ import shutil
 import sysconfig
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -50,7 +51,7 @@ _PERMISSION = (
 _MAIN_THREAD = "MainThread"
 _PROCESS = re.compile(r'(?:^|;)process (\d+):"')
 # The main thread has no name if the process has not loaded `threading`.
-_THREAD = re.compile(r"(?:^|;)thread \((\d+)\)(?:: ([^;]*))?(?:;|$)")
+_THREAD = re.compile(r"(?:^|;)thread \((\d{1,10})\)(?:: ([^;]*))?(?:;|$)")
 # A frame of a profile, and the directories that installed packages are imported from.
 _FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 _IMPORTED_FROM = re.compile(
@@ -78,18 +79,33 @@ class _Thread(msgspec.Struct):
     owns_gil: bool
     frames: list[_Frame]
     thread_name: str | None = None
+    os_thread_id: int | None = None
+
+
+class _Sampled(NamedTuple):
+    """A stack of a profile; `frames` as py-spy writes them."""
+
+    process: int
+    thread: int
+    is_main: bool
+    frames: str
+    samples: int
 
 
 _threads = msgspec.json.Decoder(list[_Thread])
 
 
-async def take_of_rank(pid: int, procfs_root: Path) -> list[ThreadStack]:
-    """Return the threads of a rank, the main one first. Raises StacksError.
+async def take_of_rank(pid: int, procfs_root: Path, thread: int | None = None) -> list[ThreadStack]:
+    """Return the threads of a rank, the one that trains first. Raises StacksError.
 
     If it waits for a process that multiprocessing started, such as a worker of its data loader, the
     main threads of these processes follow.
+
+    Args:
+        thread: native id of the thread that trains, as the rank claims; the main one is first if
+            there is no such thread.
     """
-    threads = await take(pid)
+    threads = await take(pid, thread)
     library = takewhile(lambda frame: frame.is_installed, threads[0].frames if threads else [])
     if not any(frame.file.startswith(_WAITS_FOR_CHILD) for frame in library):
         return threads
@@ -118,31 +134,40 @@ async def _take_of_child(pid: int) -> ThreadStack | None:
     return msgspec.structs.replace(main, frames=frames, holds_gil=False, child_pid=pid)
 
 
-async def take(pid: int) -> list[ThreadStack]:
-    """Return the threads of a Python process, the main one first. Raises StacksError."""
+async def take(pid: int, thread: int | None = None) -> list[ThreadStack]:
+    """Return the threads of a Python process: first the one with this native id, then the main one.
+
+    Raises StacksError.
+    """
     try:
         async with asyncio.timeout(SECONDS):
             for _ in range(TRIES - 1):
                 with contextlib.suppress(StacksError):
-                    return await _read(pid)
-            return await _read(pid)
+                    return await _read(pid, thread)
+            return await _read(pid, thread)
     except TimeoutError:
         raise StacksError(f"py-spy did not read process {pid} within {SECONDS:.0f} s") from None
 
 
 async def profile_of_rank(
-    pid: int, seconds: float, procfs_root: Path, *, workers: bool
+    pid: int, seconds: float, procfs_root: Path, *, thread: int | None = None, workers: bool
 ) -> tuple[Profile, Profile]:
     """Sample a rank as `profile`; the workers of its data loader too, if wanted and if it has any.
 
     To look for them, py-spy needs twice as much CPU time.
     """
-    return await profile(pid, seconds, workers=workers and bool(children(pid, procfs_root)))
+    workers = workers and bool(children(pid, procfs_root))
+    return await profile(pid, seconds, thread=thread, workers=workers)
 
 
-async def profile(pid: int, seconds: float, *, workers: bool = False) -> tuple[Profile, Profile]:
-    """Sample the main thread for so many seconds; with `workers`, also those of processes that
-    multiprocessing started. Return both. Raises StacksError."""
+async def profile(
+    pid: int, seconds: float, *, thread: int | None = None, workers: bool = False
+) -> tuple[Profile, Profile]:
+    """Sample the thread with this native id, or the main one if it is not found, for so many
+    seconds; with `workers`, also the main threads of processes that multiprocessing started.
+
+    Return both. Raises StacksError.
+    """
     seconds = min(max(seconds, 1.0), LONGEST_PROFILE)
     try:
         async with asyncio.timeout(SECONDS + seconds):
@@ -157,16 +182,22 @@ async def profile(pid: int, seconds: float, *, workers: bool = False) -> tuple[P
         raise StacksError(
             f"py-spy did not sample process {pid} within {SECONDS + seconds:.0f} s"
         ) from None
-    main, of_workers = [], []
-    for line in output.decode(errors="replace").splitlines():
-        if (sampled := _sampled(line, pid)) is None:
-            continue
-        process, stack = sampled
-        if process == pid:
-            main.append(stack)
-        elif (frames := _of_child(stack.frames)) is not None:
-            of_workers.append(ProfiledStack(frames, stack.samples))
-    return _profile(main), _profile(of_workers)
+    lines = output.decode(errors="replace").splitlines()
+    sampled = [one for line in lines if (one := _sampled(line, pid)) is not None]
+    of_rank = [one for one in sampled if one.process == pid]
+    training = [one for one in of_rank if one.thread == thread]
+    training = training or [one for one in of_rank if one.is_main]
+    of_workers = [
+        ProfiledStack(frames, one.samples)
+        for one in sampled
+        if one.process != pid
+        and one.is_main
+        and (frames := _of_child(_sampled_frames(one.frames))) is not None
+    ]
+    return (
+        _profile([ProfiledStack(_sampled_frames(one.frames), one.samples) for one in training]),
+        _profile(of_workers),
+    )
 
 
 def _profile(stacks: list[ProfiledStack]) -> Profile:
@@ -186,8 +217,8 @@ def _of_child(frames: list[StackFrame]) -> list[StackFrame] | None:
     return None
 
 
-def _sampled(line: str, pid: int) -> tuple[int, ProfiledStack] | None:
-    """Return a process and a stack of its main thread from a line of py-spy; None for others.
+def _sampled(line: str, pid: int) -> _Sampled | None:
+    """Return a stack from a line of py-spy; None for other lines.
 
     It writes `thread (TID): NAME;FRAME;FRAME SAMPLES`, the outermost frame first, with the
     processes in front if there are several: `process PID:"COMMAND";process PID:"COMMAND";`
@@ -196,23 +227,25 @@ def _sampled(line: str, pid: int) -> tuple[int, ProfiledStack] | None:
     begin = _THREAD.search(stack)
     if begin is None or not samples.isdecimal():
         return None
-    if (begin[2] or (_MAIN_THREAD if int(begin[1]) == pid else "")) != _MAIN_THREAD:
-        return None
+    thread = int(begin[1])
     processes = _PROCESS.findall(stack[: begin.start()])
-    found = filter(None, map(_FRAME.fullmatch, reversed(stack[begin.end() :].split(";"))))
-    profiled = ProfiledStack(
-        [
-            StackFrame(
-                frame[1],
-                _import_path(frame[2]),
-                int(frame[3]),
-                is_installed=is_installed(frame[2]),
-            )
-            for frame in found
-        ],
-        int(samples),
+    return _Sampled(
+        process=int(processes[-1]) if processes else pid,
+        thread=thread,
+        is_main=(begin[2] or (_MAIN_THREAD if thread == pid else "")) == _MAIN_THREAD,
+        frames=stack[begin.end() :],
+        samples=int(samples),
     )
-    return int(processes[-1]) if processes else pid, profiled
+
+
+def _sampled_frames(text: str) -> list[StackFrame]:
+    found = filter(None, map(_FRAME.fullmatch, reversed(text.split(";"))))
+    return [
+        StackFrame(
+            frame[1], _import_path(frame[2]), int(frame[3]), is_installed=is_installed(frame[2])
+        )
+        for frame in found
+    ]
 
 
 def _import_path(path: str) -> str:
@@ -223,13 +256,18 @@ def _import_path(path: str) -> str:
     return "/".join(path.split("/")[-2:])
 
 
-async def _read(pid: int) -> list[ThreadStack]:
+async def _read(pid: int, first: int | None) -> list[ThreadStack]:
     output = await _py_spy(pid, "dump", "--json")
     try:
         threads = _threads.decode(output)
     except msgspec.MsgspecError as error:
         raise StacksError(f"the output of py-spy is not valid: {error}") from error
-    threads.sort(key=lambda thread: (thread.thread_name != _MAIN_THREAD, thread.thread_id))
+
+    def order(thread: _Thread) -> tuple[bool, bool, int]:
+        is_first = first is not None and thread.os_thread_id == first
+        return not is_first, thread.thread_name != _MAIN_THREAD, thread.thread_id
+
+    threads.sort(key=order)
     return bounded([_stack(thread) for thread in threads])
 
 

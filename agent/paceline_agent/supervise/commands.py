@@ -208,7 +208,8 @@ class CommandRunner:
             ) from None
 
     async def _send_profile(self, command: TakeProfiles, rank: int) -> str | None:
-        pid = self._rings.pid(command.job, command.generation, rank)
+        place = command.job, command.generation, rank
+        pid = self._rings.pid(*place)
         event = RankProfile(
             time_ns=timeline_ns(),
             job=command.job,
@@ -220,7 +221,11 @@ class CommandRunner:
             if pid is None:
                 raise stacks.StacksError(f"rank {rank} has no process on this node")
             main, workers = await stacks.profile_of_rank(
-                pid, command.seconds, self._procfs_root, workers=command.workers
+                pid,
+                command.seconds,
+                self._procfs_root,
+                thread=self._rings.native_thread_id(*place),
+                workers=command.workers,
             )
             event = replace(event, main=main, workers=workers)
         except stacks.StacksError as failure:
@@ -237,7 +242,8 @@ class CommandRunner:
         try:
             if pid is None:
                 raise stacks.StacksError(f"rank {rank} has no process on this node")
-            threads = await stacks.take_of_rank(pid, self._procfs_root)
+            thread = self._rings.native_thread_id(*place)
+            threads = await stacks.take_of_rank(pid, self._procfs_root, thread)
         except stacks.StacksError as failure:
             error = str(failure)
         event = RankStackTraces(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from paceline_wire.stacks import (
 )
 from paceline_wire.topology import Topology
 from tests.agent.command_factory import with_constants
+from tests.ports import free_port
 
 Fixture = Callable[..., Any]
 
@@ -83,7 +85,7 @@ def start(ranks: int, script: str = RANK) -> StartRanks:
         ranks=[RankSpec(rank, rank) for rank in range(ranks)],
         argv=[sys.executable, "-c", script],
         master_address="127.0.0.1",
-        master_port=1,
+        master_port=free_port(),
     )
 
 
@@ -247,6 +249,32 @@ def test_a_profile_shows_how_often_a_process_is_in_each_line(tmp_path: Path) -> 
     assert workers.samples == 0
 
 
+async def test_the_thread_that_a_rank_claims_to_train_in_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If there is no such thread, the main one does."""
+
+    async def py_spy(*_: object, **__: object) -> bytes:
+        rest = {"active": False, "owns_gil": False, "frames": []}
+        names = {7: "pool-0", 5: "MainThread", 6: "train-1"}
+        threads = [
+            {"thread_id": key, "os_thread_id": key, "thread_name": name} | rest
+            for key, name in names.items()
+        ]
+        return json.dumps(threads).encode()
+
+    monkeypatch.setattr(stacks, "_py_spy", py_spy)
+    main_first = ["MainThread", "train-1", "pool-0"]
+    for thread, order in (
+        (None, main_first),
+        (5, main_first),
+        (6, ["train-1", "MainThread", "pool-0"]),
+        (8, main_first),
+    ):
+        threads = await take_of_rank(3, Path("/proc"), thread)
+        assert [each.name for each in threads] == order
+
+
 @pytest.mark.parametrize("has_worker", [True, False])
 async def test_other_processes_are_sampled_only_if_there_are_any(
     monkeypatch: pytest.MonkeyPatch, has_worker: bool
@@ -311,6 +339,21 @@ async def test_a_profile_has_the_stacks_of_the_main_thread_with_paths_as_they_ar
     assert [frame.is_installed for frame in found.stacks[1].frames] == [True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("thread", "samples"),
+    [(7, 9), (5, 21), (None, 21), pytest.param(10, 21, id="not of this process")],
+)
+async def test_a_profile_is_of_the_thread_that_trains_and_else_of_the_main_one(
+    monkeypatch: pytest.MonkeyPatch, thread: int | None, samples: int
+) -> None:
+    async def py_spy(*_: object, **__: object) -> bytes:
+        return RAW.replace("\\\n", "").encode()
+
+    monkeypatch.setattr(stacks, "_py_spy", py_spy)
+    found, workers = await stacks.profile(3, 10.0, thread=thread, workers=True)
+    assert (found.samples, workers.samples) == (samples, 7)
+
+
 def test_the_agent_samples_ranks_on_command(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
@@ -326,6 +369,70 @@ def test_the_agent_samples_ranks_on_command(
     assert found[0].main.samples > 0
     functions_of_all = {frame.function for stack in found[0].main.stacks for frame in stack.frames}
     assert "waits_for_the_lock" in functions_of_all
+
+
+# Ranks that train in a thread. One of them is slow, and hangs once it may.
+THREADED = """
+import os, threading, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import paceline
+lock = threading.Lock()
+lock.acquire()
+def filters_slowly():
+    time.sleep(0.05)
+def waits_for_the_lock():
+    with lock:
+        pass
+def trains():
+    dist.init_process_group("gloo")
+    paceline.init()
+    is_culprit = dist.get_rank() == 1
+    for _ in paceline.steps(range(1_000_000)):
+        if is_culprit:
+            waits_for_the_lock() if Path("HANGS").exists() else filters_slowly()
+        dist.all_reduce(torch.ones(1))
+thread = threading.Thread(target=trains, name="train-1")
+thread.start()
+thread.join()
+"""
+
+
+def test_ranks_that_train_in_a_thread_are_shown_with_its_lines(
+    start_agent: Fixture, server: Any, wait_for: Fixture, tmp_path: Path
+) -> None:
+    agent = start_agent(under=with_constants("paceline_agent.rings.stacks", SECONDS=50.0))
+    hangs = tmp_path / "hangs"
+    server.commands.append(start(2, THREADED.replace("HANGS", str(hangs))))
+    for rank in range(2):
+        wait_for(lambda rank=rank: f"attached rank {rank}" in agent.log_text())
+    server.commands.append(
+        TakeProfiles(command_id=2, job="job-a", generation=0, ranks=[0, 1], seconds=1.0)
+    )
+    found = {one.rank: one for one in wait_for(lambda: events_of_both(server))}
+    lines = {
+        rank: {frame.function for stack in one.main.stacks for frame in stack.frames}
+        for rank, one in found.items()
+    }
+    assert all(
+        "trains" in functions and "Thread.join" not in functions for functions in lines.values()
+    )
+    assert ["filters_slowly" in lines[rank] for rank in range(2)] == [False, True]
+
+    hangs.touch()
+
+    def hung() -> dict[int, RankStackTraces] | None:
+        nonlocal number
+        number += 1
+        taken = take(server, wait_for, number, 0, 1)
+        is_hung = taken[1].threads and functions(taken[1].threads[0])[0] == "waits_for_the_lock"
+        return taken if is_hung and taken[0].threads else None
+
+    number = 10
+    for stack in wait_for(hung).values():
+        assert [thread.name for thread in stack.threads[:2]] == ["train-1", "MainThread"]
+        assert functions(stack.threads[0])[-1].endswith("_bootstrap")
 
 
 def events_of_both(server: Any) -> list[RankProfile] | None:

@@ -426,6 +426,28 @@ def test_a_thread_that_holds_the_gil_is_named():
     ]
 
 
+def test_a_rank_that_trains_in_another_thread_is_reported_with_its_line():
+    """Its agent sends this thread first."""
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    stuck.wait(3)
+    read_stacks(stuck, 2, thread("train-1", "forward"), thread("MainThread", "join"))
+    [reported] = stuck.wait(0.5)
+    assert reported.summary.endswith(", data.py:88 forward).")
+    assert "train-1 of rank 2 is in data.py:88 forward" in [each.text for each in reported.evidence]
+
+
+@pytest.mark.parametrize("holder", ["train-1", "MainThread"])
+def test_a_main_thread_that_holds_the_gil_blocks_another_one_that_trains(holder):
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    stuck.wait(3)
+    names = ("train-1", "MainThread")
+    read_stacks(stuck, 2, *(thread(name, "f", holds_gil=name == holder) for name in names))
+    [reported] = stuck.wait(0.5)
+    assert (reported.cause == "GIL held by thread MainThread") == (holder == "MainThread")
+
+
 def test_the_reason_for_a_missing_stack_is_reported():
     stuck = StuckJob()
     make_all_wait_for(stuck, 2)

@@ -132,5 +132,6 @@ def test_the_ring_of_a_rank_that_loads_is_reserved(
     assert (identity.rank, identity.world_size, identity.is_reserved) == (0, 2, True)
     assert reader.view().status == "failed"
     assert identity.pid != os.getpid()
+    assert identity.native_thread_id is None, "no thread of the rank is known"
     assert endings[0] == Ending(3), "a failure while it loads is reported as that of any rank"
     assert other.read_text() == "the rank's own"

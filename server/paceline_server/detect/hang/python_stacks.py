@@ -9,7 +9,6 @@ from paceline_wire.batch import RankStackTraces
 from paceline_wire.stacks import StackFrame, ThreadStack
 
 GIL_HELD = "GIL held by thread "
-_MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
 # All ranks must call these, in which each waits for the others. No operation is recorded there.
 _GROUP_CREATIONS = ("new_group", "split_group")
@@ -18,21 +17,21 @@ _WORKER_LOADS = "torch/utils/data/_utils/fetch.py"  # an idle worker is in no fr
 
 
 def cause_with_stacks(stacks: RankStackTraces, cause: str) -> str:
-    """Return the cause, or the thread that holds the GIL and so blocks the main thread."""
+    """Return the cause, or the thread that holds the GIL and so blocks the one that trains."""
     holder = next((thread for thread in stacks.threads if thread.holds_gil), None)
-    if holder is None or holder.name == _MAIN_THREAD or not cause.startswith("stuck in"):
+    if holder is None or holder is stacks.threads[0] or not cause.startswith("stuck in"):
         return cause
     return f"{GIL_HELD}{holder.name}"
 
 
 def stack_evidence(stacks: RankStackTraces) -> list[Evidence]:
-    """Return where the main thread is, and which thread holds the GIL."""
+    """Return where the thread that trains is, and which thread holds the GIL."""
     if stacks.error is not None:
         return [Evidence(f"no Python stack of rank {stacks.rank}: {stacks.error}")]
     lines = []
-    main = _main_thread(stacks)
-    if main is not None and main.frames:
-        lines.append(Evidence(f"{main.name} of rank {stacks.rank} is in {_called(main)}"))
+    training = _training_thread(stacks)
+    if training is not None and training.frames:
+        lines.append(Evidence(f"{training.name} of rank {stacks.rank} is in {_called(training)}"))
     lines += [
         Evidence(f"thread {thread.name} of rank {stacks.rank} holds the GIL in {thread.frames[0]}")
         for thread in stacks.threads
@@ -53,16 +52,16 @@ def _called(thread: ThreadStack) -> str:
 def user_frame(stacks: RankStackTraces, cause: str) -> StackFrame | None:
     """Return the innermost frame of the script, in the thread that blocks."""
     holder = next((thread for thread in stacks.threads if thread.holds_gil), None)
-    thread = holder if cause.startswith(GIL_HELD) else _main_thread(stacks)
+    thread = holder if cause.startswith(GIL_HELD) else _training_thread(stacks)
     return None if thread is None else script_frame(thread.frames)
 
 
 def creates_group(stacks: RankStackTraces) -> bool:
     """Return whether the rank is in the creation of a process group."""
-    main = _main_thread(stacks)
-    return main is not None and any(
+    training = _training_thread(stacks)
+    return training is not None and any(
         frame.function in _GROUP_CREATIONS and frame.file.startswith("torch/distributed/")
-        for frame in main.frames
+        for frame in training.frames
     )
 
 
@@ -71,9 +70,9 @@ def awaited_worker(stacks: RankStackTraces) -> str | None:
 
     Its process is known if no other worker loads data.
     """
-    main = _main_thread(stacks)
+    training = _training_thread(stacks)
     file, function = _WAITS_FOR_WORKER
-    frames = [] if main is None else main.frames
+    frames = [] if training is None else training.frames
     if not any(frame.file == file and frame.function.endswith(function) for frame in frames):
         return None
     workers = _loading_workers(stacks)
@@ -100,7 +99,5 @@ def _informative(frames: list[StackFrame]) -> list[StackFrame]:
     return shown if own is None or own in shown else [*shown[:-1], own]
 
 
-def _main_thread(stacks: RankStackTraces) -> ThreadStack | None:
-    threads = stacks.threads
-    by_name = (thread for thread in threads if thread.name == _MAIN_THREAD)
-    return next(by_name, threads[0] if threads else None)
+def _training_thread(stacks: RankStackTraces) -> ThreadStack | None:
+    return stacks.threads[0] if stacks.threads else None
