@@ -220,6 +220,37 @@ def test_a_script_may_import_torch_after_init(tmp_path: Path, value: str) -> Non
     assert {Op.STEP, Op.BACKWARD, Op.OPTIMIZER} <= found
 
 
+def test_the_thread_that_trains_is_reported(tmp_path: Path) -> None:
+    """Also if the main thread has created the process group, with which the recording begins."""
+    source = """
+import threading
+import torch.distributed as dist
+from paceline_wire.ring import RingReader
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=0, world_size=1)
+native_ids = [threading.get_native_id()]
+
+def show():
+    with_ring = RingReader(RING)
+    print(native_ids.index(with_ring.identity.native_thread_id))
+
+def train():
+    native_ids.append(threading.get_native_id())
+    for _ in range(2):
+        parameter.sum().backward()
+        optimizer.step()
+    show()
+
+show()
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+dist.destroy_process_group()
+"""
+    values = f"PORT, RING = {free_port()}, {str(tmp_path / 'job.g0.r0.ring')!r}\n"
+    finished = forked(values + CREATE + source, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "0\n1\n", "")
+
+
 def test_functions_that_are_replaced_can_be_pickled(tmp_path: Path) -> None:
     """A script may have another process save its checkpoints."""
     ending = """

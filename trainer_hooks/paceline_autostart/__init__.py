@@ -6,7 +6,8 @@ one variable. With it, three functions of torch start the hooks as `paceline.ini
 
     init_process_group        before it waits for the other ranks, if the launcher's variables
                               identify this one; else once the process group exists
-    the first optimizer step  of a process that has none
+    the first optimizer step  of a process that has none, or in a thread other than the one that
+                              created the process group
     `autograd.backward`       of a process that has neither after its 64th call, as one of Keras
 
 The adapters of frameworks (`frameworks.py`) also do, when their training begins. So only processes
@@ -23,6 +24,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from _thread import get_ident
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -34,6 +36,8 @@ _WORLD_SIZE = 3  # position among the arguments of `init_process_group`
 _BACKWARDS = 64  # as many microbatches may come before the first optimizer step
 
 _started_in = 0  # pid: a process is started once, and so is a forked child
+_started_by = 0  # thread
+_stepped_in = 0  # pid
 
 
 def load() -> None:
@@ -106,7 +110,9 @@ def _join(world_size: object) -> Callable[[], None]:
 
 def _before_optimizer_step(*_: Any) -> None:
     # Torch iterates over its hooks here, so this one cannot remove itself.
-    if _started_in != os.getpid():
+    global _stepped_in
+    if _stepped_in != os.getpid():
+        _stepped_in = os.getpid()
         _start(in_optimizer_step=True)
 
 
@@ -162,10 +168,11 @@ _before_optimizer_step._torchdynamo_inline = _nothing  # type: ignore[attr-defin
 
 
 def _start(*, in_optimizer_step: bool = False) -> None:
-    global _started_in
-    if _started_in == os.getpid():
+    global _started_in, _started_by
+    is_other_thread = in_optimizer_step and _started_by != get_ident()
+    if _started_in == os.getpid() and not is_other_thread:
         return
-    _started_in = os.getpid()
+    _started_in, _started_by = os.getpid(), get_ident()
     try:
         from paceline.hooks import autostart  # noqa: PLC0415
 
