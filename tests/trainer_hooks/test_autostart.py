@@ -251,6 +251,27 @@ dist.destroy_process_group()
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "0\n1\n", "")
 
 
+def test_an_optimizer_step_of_a_backward_pass_shows_no_other_thread_that_trains(
+    tmp_path: Path,
+) -> None:
+    """On a GPU a thread of torch makes it, while the main one waits."""
+    source = """
+import threading
+import torch.distributed as dist
+from paceline_wire.ring import RingReader
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=0, world_size=1)
+parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+thread = threading.Thread(target=lambda: parameter.sum().backward())
+thread.start()
+thread.join()
+print(RingReader(RING).identity.native_thread_id == threading.get_native_id())
+dist.destroy_process_group()
+"""
+    values = f"PORT, RING = {free_port()}, {str(tmp_path / 'job.g0.r0.ring')!r}\n"
+    finished = forked(values + CREATE + source, tmp_path, RANK="0", WORLD_SIZE="1")
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "True\n", "")
+
+
 def test_functions_that_are_replaced_can_be_pickled(tmp_path: Path) -> None:
     """A script may have another process save its checkpoints."""
     ending = """

@@ -7,7 +7,7 @@ one variable. With it, three functions of torch start the hooks as `paceline.ini
     init_process_group        before it waits for the other ranks, if the launcher's variables
                               identify this one; else once the process group exists
     the first optimizer step  of a process that has none, or in a thread other than the one that
-                              created the process group
+                              created the process group, unless a backward pass makes it
     `autograd.backward`       of a process that has neither after its 64th call, as one of Keras
 
 The adapters of frameworks (`frameworks.py`) also do, when their training begins. So only processes
@@ -169,8 +169,8 @@ _before_optimizer_step._torchdynamo_inline = _nothing  # type: ignore[attr-defin
 
 def _start(*, in_optimizer_step: bool = False) -> None:
     global _started_in, _started_by
-    is_other_thread = in_optimizer_step and _started_by != get_ident()
-    if _started_in == os.getpid() and not is_other_thread:
+    trains_elsewhere = in_optimizer_step and _started_by != get_ident() and not _in_backward()
+    if _started_in == os.getpid() and not trains_elsewhere:
         return
     _started_in, _started_by = os.getpid(), get_ident()
     try:
@@ -179,6 +179,13 @@ def _start(*, in_optimizer_step: bool = False) -> None:
         autostart(in_optimizer_step=in_optimizer_step)
     except Exception as error:
         _warn("nothing is recorded: %s", error)
+
+
+def _in_backward() -> bool:
+    """Return whether a backward pass calls this, on a GPU from a thread of torch."""
+    import torch  # noqa: PLC0415
+
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _warn(message: str, *values: object) -> None:
