@@ -169,8 +169,8 @@ _before_optimizer_step._torchdynamo_inline = _nothing  # type: ignore[attr-defin
 
 def _start(*, in_optimizer_step: bool = False) -> None:
     global _started_in, _started_by
-    trains_elsewhere = in_optimizer_step and _started_by != get_ident() and not _in_backward()
-    if _started_in == os.getpid() and not trains_elsewhere:
+    in_other_thread = in_optimizer_step and _started_by != get_ident() and not _in_backward()
+    if _started_in == os.getpid() and not in_other_thread:
         return
     _started_in, _started_by = os.getpid(), get_ident()
     try:
