@@ -161,7 +161,7 @@ def autostart(*, in_optimizer_step: bool = False) -> None:
     """
     session = _session
     if session is not None and session.is_automatic and _owner != get_ident():
-        if session.loop.has_begun:
+        if session.loop.has_begun or _in_backward():
             return
         _stop()
     if _session is not None:
@@ -172,6 +172,12 @@ def autostart(*, in_optimizer_step: bool = False) -> None:
         session.recognition.probe = None  # this optimizer is torch's
     elif session is not None:
         session.guard(session.watch_optimizers)
+
+
+def _in_backward() -> bool:
+    """Return whether a backward pass calls this, on a GPU from a thread of torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch._C._current_graph_task_id() != -1)
 
 
 def knows_rank(world_size: int) -> bool:

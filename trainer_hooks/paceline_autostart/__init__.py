@@ -169,7 +169,7 @@ _before_optimizer_step._torchdynamo_inline = _nothing  # type: ignore[attr-defin
 
 def _start(*, in_optimizer_step: bool = False) -> None:
     global _started_in, _started_by
-    in_other_thread = in_optimizer_step and _started_by != get_ident() and not _in_backward()
+    in_other_thread = in_optimizer_step and _started_by != get_ident()
     if _started_in == os.getpid() and not in_other_thread:
         return
     _started_in, _started_by = os.getpid(), get_ident()
@@ -179,13 +179,6 @@ def _start(*, in_optimizer_step: bool = False) -> None:
         autostart(in_optimizer_step=in_optimizer_step)
     except Exception as error:
         _warn("nothing is recorded: %s", error)
-
-
-def _in_backward() -> bool:
-    """Return whether a backward pass calls this, on a GPU from a thread of torch."""
-    import torch  # noqa: PLC0415
-
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _warn(message: str, *values: object) -> None:
