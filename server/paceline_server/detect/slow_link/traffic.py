@@ -171,14 +171,12 @@ def _of_whole_groups(timing: StepTiming) -> npt.NDArray[np.bool_]:
     for it is no transfer.
     """
     collectives, groups = timing.collectives, timing.groups
-    fewest: dict[int, int] = {}
-    for key, count in zip(
-        collectives.group.tolist(), collectives.participants.tolist(), strict=True
-    ):
-        fewest[key] = min(count, fewest.get(key, count))
+    keys, place = np.unique(collectives.group, return_inverse=True)
+    fewest = np.full(keys.size, np.iinfo(np.int64).max)
+    np.minimum.at(fewest, place, collectives.participants)
     torn = [
         key
-        for key, count in fewest.items()
+        for key, count in zip(keys.tolist(), fewest.tolist(), strict=True)
         if count < len(groups.get(key, ())) and not np.isin(groups[key], timing.ranks.rank).all()
     ]
     return ~np.isin(collectives.group, torn)

@@ -51,10 +51,12 @@ from paceline_server.detect.slower_steps.typical_step import (
 from paceline_server.detect.statistics.change_point import KEPT, NEWEST_APART, PAST
 from paceline_server.detect.statistics.creep import steps_since_onset
 from paceline_server.detect.statistics.peer_levels import (
+    BLOCKS_STEPS,
     FIRST_STEPS,
     FOLLOWED_STEPS,
     PeerLevels,
     Rise,
+    are_explained,
 )
 from paceline_server.policy import Policy
 from paceline_server.steps.types import UsualStep
@@ -62,7 +64,6 @@ from paceline_server.steps.types import UsualStep
 FINGERPRINT = "slower_steps"
 RESOLUTION = 0.004  # relative to the step time: timers and schedulers are not more precise
 RECENT_STEPS = 16  # newest steps, whose typical step is the present one
-BLOCKS_STEPS = (8, 32)  # whose means are compared
 RECENT_BLOCKS = 4  # newest blocks, whose mean is the present step
 PAST_BLOCKS = 16  # blocks before a rise, whose mean is the earlier step
 NEAR_STEPS = 8  # findings whose onset is at most this much earlier began at the same time
@@ -228,7 +229,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             steps, before = shift.steps * blocks.steps, list(blocks.means)[: -shift.steps]
             others = [(self._levels, 1)]
             others += [(one.levels, one.steps) for one in self._blocks if one is not blocks]
-            if any(levels.was_explained(0, -(-steps // of)) for levels, of in others):
+            if are_explained(others, 0, steps):
                 return
             if shift.size > self._levels.hidden:
                 return  # the steps themselves show such a rise, if it is one of all of them

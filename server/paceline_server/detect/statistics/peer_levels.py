@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +39,7 @@ FALL_ERRORS = 4.0  # standard errors from which a fall is not due to chance ...
 LEFT_ERRORS = 2.0  # ... and from which a part of the rise is left
 LEAST_CONTRADICTING_STEPS = 16  # since the onset of a rise that the levels do not show
 FIRST_STEPS = 32  # first steps of the generation: the reference for slow change
+BLOCKS_STEPS = (8, 32)  # whose sums or means show slowness in some steps only
 # A series rose together with another one if it shows this share of the rise, with this score.
 JOINING_SHARE = 0.5
 JOINING_SCORE = 2.5
@@ -449,6 +450,14 @@ class PeerLevels:
         common[known] = medians_of_others(moved[known]) if known.size > 1 else 0.0
         own: Floats = levels - common
         return own
+
+
+def are_explained(others: Iterable[tuple[PeerLevels, int]], series: int, steps: int) -> bool:
+    """Return whether any of these levels had an explained rise of the series in the newest steps.
+
+    `others`: levels, each with the number of steps that one value stands for.
+    """
+    return any(levels.was_explained(series, -(-steps // each)) for levels, each in others)
 
 
 def steps_since_jump(risen: Floats, size: float) -> int | None:

@@ -58,7 +58,13 @@ from paceline_server.detect.statistics.change_point import (
 )
 from paceline_server.detect.statistics.creep import Creep, steps_since_onset
 from paceline_server.detect.statistics.load import ComputeLoads
-from paceline_server.detect.statistics.peer_levels import FOLLOWED_STEPS, PeerLevels, Rise
+from paceline_server.detect.statistics.peer_levels import (
+    BLOCKS_STEPS,
+    FOLLOWED_STEPS,
+    PeerLevels,
+    Rise,
+    are_explained,
+)
 from paceline_server.detect.straggler.recent_steps import RecentSteps
 from paceline_server.detect.straggler.settings import DEFAULTS, StragglerSettings
 from paceline_server.detect.straggler.since_first import SlowSinceFirst
@@ -85,7 +91,6 @@ from paceline_server.steps.timing import StepTiming
 Floats = npt.NDArray[np.float64]
 
 RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers are not more precise
-BLOCKS_STEPS = (8, 32)  # whose sums are compared
 TOGETHER_STEPS = NEWEST[0]  # ranks whose onsets differ by fewer steps became slow together
 NOTABLE_PAUSE = 0.02  # share of a step from which garbage collections do not count as a slowdown
 
@@ -313,7 +318,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         steps = shift.steps * each
         others = [(one, 1) for one in (self._levels, self._stalls, self._host)]
         others += [(one.levels, one.steps) for one in self._blocks if one.levels is not levels]
-        if any(one.was_explained(shift.series, -(-steps // of)) for one, of in others):
+        if are_explained(others, shift.series, steps):
             return False
         return self._levels.share_above(shift.series, steps, shift.size / 2.0) < AGREEING
 
@@ -369,7 +374,7 @@ class StragglerDetector(Detector, RiseReports[ReportedStraggler]):
         rows = first.unexplained(self._levels)
         findings = [
             cleared(
-                first.known.pop(rank),
+                first.known.pop(rank).finding,
                 self._recovery_text(self._units.name(rank, {rank})),
                 observation.now_ns,
                 self._recent.newest.number,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -35,6 +36,12 @@ _STEPS_BETWEEN_CHECKS = 8
 _CHANCE_SIGMAS = 4.0  # a difference this many times larger than those of the others is its own
 
 
+@dataclass(slots=True)
+class _Advice:
+    finding: Finding
+    search: LineSearch  # for its Python line
+
+
 class SlowSinceFirst:
     """The levels of all ranks relative to the other ranks of their stage."""
 
@@ -46,9 +53,7 @@ class SlowSinceFirst:
         self._levels: deque[Floats] = deque(maxlen=KEPT)
         # Typical levels in the first steps: relative to the others, and absolute.
         self._first: tuple[Floats, Floats] | None = None
-        # By rank, from its report to its recovery.
-        self.known: dict[int, Finding] = {}
-        self._searches: dict[int, LineSearch] = {}
+        self.known: dict[int, _Advice] = {}  # by rank, from its report to its recovery
 
     @property
     def steps(self) -> int:
@@ -131,24 +136,23 @@ class SlowSinceFirst:
         recent = column_medians(rows[-self._settings.chronic_steps :])
         return [
             rank
-            for rank, finding in self.known.items()
-            if finding.persistence == "chronic"
-            and recent[rank] < math.log(self._settings.chronic_slowdown) / 2.0
+            for rank in self.known
+            if recent[rank] < math.log(self._settings.chronic_slowdown) / 2.0
         ]
 
     def with_lines(self, observation: Observation) -> list[Finding]:
         """Return the advice on ranks whose Python line is known by now."""
         found = []
-        for rank, before in self.known.items():
-            search = self._searches[rank]
+        for rank, known in self.known.items():
+            before, search = known.finding, known.search
             if search.finds(before.detected_ns, observation) and search.line is not None:
-                self.known[rank] = msgspec.structs.replace(
+                known.finding = msgspec.structs.replace(
                     before,
                     summary=f"{before.summary} {search.line.sentence_about(rank)}",
                     evidence=[*before.evidence, search.line.evidence],
                     detected_ns=observation.now_ns,
                 )
-                found.append(self.known[rank])
+                found.append(known.finding)
         return found
 
     def advise(
@@ -168,7 +172,6 @@ class SlowSinceFirst:
             speedup: of a job in which the rank is as fast as its peers; None if it is unknown.
             search: for its Python line.
         """
-        self._searches[rank] = search
         whom = "peers" if self.is_outlier else "only peer"
         majority = "" if self.is_outlier else "two ranks have no majority, so "
         if self.began_later(rank, math.log(slowdown)):
@@ -190,7 +193,7 @@ class SlowSinceFirst:
             why += f", or {of_other}"
         cost_ratio = cost_of(speedup)
         cost = "" if cost_ratio is None else f" It {cost_text(cost_ratio, speedup)}."
-        self.known[rank] = msgspec.structs.replace(
+        finding = msgspec.structs.replace(
             blank,
             fingerprint=f"straggler:chronic:{rank}",
             cause=cause,
@@ -212,7 +215,8 @@ class SlowSinceFirst:
             ],
             profiles_wanted=search.ranks,
         )
-        return self.known[rank]
+        self.known[rank] = _Advice(finding, search)
+        return finding
 
     def _stage_of(self, rank: int) -> tuple[int, int]:
         """Return the first rank of its stage, and that after the last."""
