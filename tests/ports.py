@@ -8,8 +8,9 @@ import socket
 from itertools import count
 
 # Below the range of ports for outgoing connections (32768 and up), in which a port that was free a
-# moment ago may be in use when the process binds it. Each pytest worker has its own thousand ports.
-_FIRST = 10_000
+# moment ago may be in use when the process binds it, and above the last port that browsers refuse
+# to open (10080). Each pytest worker has its own thousand ports.
+_FIRST = 11_000
 _PER_WORKER = 1_000
 _next = count()
 
