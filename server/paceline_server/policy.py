@@ -183,8 +183,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             le=_DAY_SECONDS,
             description="A job without progress of any rank for longer is reported as hung, "
             "unless the blocking operation usually takes more than a third of that time, or a step "
-            "more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: "
-            "agents read the state pages every 0.5 s.",
+            "more than half of it (then two steps, at most 20 s). Where ranks wait for CPUs, it "
+            "takes longer in proportion. 2.4 s is reported within 3 s: agents read the state pages "
+            "every 0.5 s.",
         ),
     ] = 2.4
     hang_checkpoint_seconds: Annotated[

@@ -1636,7 +1636,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). Where ranks wait for CPUs, it takes longer in proportion. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;
@@ -1890,7 +1890,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). Where ranks wait for CPUs, it takes longer in proportion. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;
@@ -2638,7 +2638,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). Where ranks wait for CPUs, it takes longer in proportion. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;
@@ -2878,7 +2878,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time, or a step more than half of it (then two steps, at most 20 s). Where ranks wait for CPUs, it takes longer in proportion. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;

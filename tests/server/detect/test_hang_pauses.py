@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulated_job import SimulatedJob
+from simulated_job import JOB, TP, SimulatedJob
 from stuck_job import StuckJob, make_all_wait_for, resume
 
 from paceline_server.detect.finding import Finding
-from paceline_wire.batch import RankStackTraces
+from paceline_wire.batch import RankStackTraces, Sample
+from paceline_wire.metric_names import (
+    RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL as RUN_QUEUE_WAIT,
+)
 from paceline_wire.spans import Op
 from paceline_wire.stacks import StackFrame, ThreadStack
 
@@ -224,3 +227,28 @@ def test_a_rank_that_hangs_after_its_error_is_reported_for_that(working: StuckJo
     fail(working)
     pause, hang = wait(working, 40, 0.1)
     assert (pause.cleared, hang.cleared, hang.rank) == (True, False, CULPRIT)
+
+
+def seconds_until_reported(share: float, *, all_entered: bool) -> float:
+    """Return when a hang is reported on a host whose ranks wait for CPUs for this share."""
+    stuck = StuckJob()
+    make_all_wait_for(stuck, 2)
+    if all_entered:
+        stuck.in_collective(2, TP)
+    job = stuck.job
+    for rank in job.ranks:
+        labels = {"job": JOB, "rank": str(rank)}
+        samples = [
+            Sample(RUN_QUEUE_WAIT, labels, share * second, job.now_ns + (second - 40) * 10**9)
+            for second in range(0, 41, 2)
+        ]
+        job.engine.feed(job.batch(job.node(rank), samples=samples), job.now_ns)
+    return next(half / 2 for half in range(1, 60) if stuck.wait(0.5))
+
+
+def test_a_transfer_whose_threads_wait_for_cpus_is_not_hung_after_three_seconds():
+    """Two healthy ranks were in one for five seconds, at 56% of waiting."""
+    assert seconds_until_reported(0.0, all_entered=True) <= 3.0
+    assert seconds_until_reported(0.0, all_entered=False) <= 3.0
+    assert 4.0 <= seconds_until_reported(0.56, all_entered=False) <= 7.0
+    assert 10.0 <= seconds_until_reported(0.56, all_entered=True) <= 14.0

@@ -3,9 +3,9 @@
 A job hangs if the state page of every living rank has been unchanged for long enough, in recent
 reports. The limit is three times the usual duration of the culprit's operation, and at least two
 steps or 20 s; less if a process is stopped or gone, which is certain; more while the job starts,
-evaluates or saves a checkpoint. A start that waits for a rank (`late_start`) is a warning first.
-Ranks that may run code of the script that records nothing, such as an evaluation, are reported for
-information first.
+evaluates or saves a checkpoint, and on a host on which ranks wait for CPUs. A start that waits for
+a rank (`late_start`) is a warning first. Ranks that may run code of the script that records
+nothing, such as an evaluation, are reported for information first.
 
 The verdict has three steps, one module each: who waits for whom (`wait_for_graph`), who is to blame
 (`culprit`), and why (`verdict`); `sentences` writes the summary. After the first report the
@@ -63,6 +63,7 @@ from paceline_server.detect.hang.verdict import (
     verdict_on,
 )
 from paceline_server.detect.hang.wait_for_graph import innermost_op
+from paceline_server.detect.host_load import OF_PRESSURE, pressure_share, usual_wait_share
 from paceline_server.detect.interrupt import is_interrupt
 from paceline_server.detect.kinds import HANG, Kind, Severity
 from paceline_server.detect.observation import Generation, LiveRank, Observation
@@ -341,17 +342,32 @@ class HangDetector(Detector):
         blamed = _blamed(culprits, ranks)
         usual = [self._usual_seconds(live, observation) for live in blamed[:_MAX_RANKS_TIMED]]
         measured = [seconds for seconds in usual if seconds is not None]
+        limit = policy.hang_after_seconds
         if not measured or len(measured) < len(usual):
-            return max(policy.hang_after_seconds, step_limit)
-        stall = settings.least_steps * (observation.step_seconds or 0.0)
-        limit = max(
-            policy.hang_after_seconds,
-            settings.step_multiple * max(measured),
-            min(stall, settings.least_steps_seconds),
-        )
+            limit = max(limit, step_limit)
+        else:
+            stall = settings.least_steps * (observation.step_seconds or 0.0)
+            usual_limit = settings.step_multiple * max(measured)
+            limit = max(limit, usual_limit, min(stall, settings.least_steps_seconds))
         if any(map(_waits_for_data, blamed)):
             limit = max(limit, step_limit)  # a slow read is as long as a step, and no hang
-        return 2 * limit if any(_lacks_cpu(live) for live in blamed) else limit
+        longer = self._longer_on_busy_host(culprits, ranks, observation)
+        return limit * max(longer, 2.0 if any(map(_lacks_cpu, blamed)) else 1.0)
+
+    def _longer_on_busy_host(
+        self, culprits: Culprits | None, ranks: _ExpectedRanks, observation: Observation
+    ) -> float:
+        """Return how many times as long an operation may take because its threads wait for CPUs.
+
+        A transfer that all of its ranks have begun waits for threads at both of its ends.
+        """
+        frozen_since_ns = observation.now_ns - int(ranks.frozen_seconds * 1e9)
+        rank_waits = usual_wait_share(observation, self.generation, frozen_since_ns) or 0.0
+        numbers = [live.rank for live in ranks.live]
+        node_waits = OF_PRESSURE * pressure_share(observation, self.generation, numbers)
+        share = min(max(rank_waits, node_waits), self.settings.most_waiting_share)
+        is_transfer = culprits is not None and culprits.side == "device"
+        return (1.0 / (1.0 - share)) ** (2 if is_transfer else 1)
 
     def _pause_limit_seconds(
         self, blamed: Collection[int], ranks: _ExpectedRanks, observation: Observation

@@ -15,6 +15,9 @@ class HangSettings:
     # two (a page-out, another process) is no hang, and a restart of the job would cost more.
     least_steps: float = 2.0
     least_steps_seconds: float = 20.0
+    # Most of the time that counts as waiting for a CPU: an operation may then take four times as
+    # long, a transfer 16 times.
+    most_waiting_share: float = 0.75
     # The agent itself must have read the same state page for this long (four reads), whatever times
     # the page contains.
     observed_seconds: float = 1.5
