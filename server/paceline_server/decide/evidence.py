@@ -34,6 +34,7 @@ MOST_SECONDS = 60.0
 FIRST_USUAL_NS = 60 * NANOSECONDS  # after the first step: the first minute is often not typical
 USUAL_INTERVAL_NS = 3600 * NANOSECONDS
 MAXIMUM_USUAL = 8  # ranks: the first of so many pipeline stages
+MAXIMUM_OTHERS = 4  # and ranks without steps, such as a generator or a parameter server
 
 # Kinds of findings of which the workers of data loaders are sampled too.
 _WITH_WORKERS = frozenset({SLOW_DATA.name, SLOWER_STEPS.name})
@@ -79,7 +80,10 @@ def request_profiles(draft: Draft) -> None:
 
 
 def request_usual_profiles(draft: Draft) -> None:
-    """Have the first rank of each pipeline stage sampled, once per hour while nothing is slow."""
+    """Have the first rank of each pipeline stage sampled, once per hour while nothing is slow.
+
+    Ranks without steps are sampled as well: nobody else does what they do.
+    """
     if draft.state != "running" or not is_progressing(draft) or _asks_for_profiles(draft):
         return
     experience = draft.experience
@@ -90,7 +94,9 @@ def request_usual_profiles(draft: Draft) -> None:
     else:
         wait_ns = USUAL_INTERVAL_NS
         agents = _agents(draft)
-        ranks = draft.topology.stage_leaders[:MAXIMUM_USUAL]
+        leaders = draft.topology.stage_leaders[:MAXIMUM_USUAL]
+        others = [rank.rank for rank in draft.ranks if rank.step is None][:MAXIMUM_OTHERS]
+        ranks = dict.fromkeys([*leaders, *others])
         kind = partial(TakeProfiles, seconds=_sampled_seconds(draft, *ALONE), workers=True)
         _issue(draft, "", [rank for rank in ranks if rank in agents], agents, kind)
     draft.experience = replace(

@@ -86,6 +86,7 @@ class World:
         self.spec = JobSpec(name="gpt", argv=["train"], topology=topology or Topology(2, 2, 2))
         self.step_seconds = step_seconds
         self.last_step = last_step
+        self.stepless: set[int] = set()  # ranks without steps, such as a generator
         self.checkpoint_every = 10
         self.can_checkpoint: bool | None = True  # as the script declared
         self.can_save = True
@@ -365,7 +366,7 @@ class World:
         duration_ns = int(self.step_seconds * SECOND)
         self.step_times[step] = self.now_ns - duration_ns, self.now_ns
         self.highest_step = max(step, -1 if self.highest_step is None else self.highest_step)
-        for rank in range(self.topology.world_size):
+        for rank in set(range(self.topology.world_size)) - self.stepless:
             self._set(rank, step=step)
         if self._completed % self.checkpoint_every == 0 and self.can_save:
             if self.checkpoint_step is not None and self.checkpoint_step < self._completed:

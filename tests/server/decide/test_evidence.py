@@ -184,6 +184,14 @@ def test_the_first_rank_of_each_stage_is_sampled_each_hour_while_nothing_is_slow
     assert profiled(world) == asked + first
 
 
+def test_a_rank_without_steps_is_sampled_with_the_first_ranks() -> None:
+    world = World(last_step=100_000)
+    world.stepless = {6}
+    world.until_running(1)
+    world.run(70.0)
+    assert profiled(world) == [(world.home(rank), [rank], 30.0) for rank in (0, 4, 6)]
+
+
 def test_a_rank_that_always_was_slower_does_not_end_the_hourly_samples(world: World) -> None:
     world.last_step = 100_000
     chronic = replace(straggler(world, 5, 4), persistence="chronic", severity="info")

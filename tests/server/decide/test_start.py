@@ -32,6 +32,33 @@ def test_a_rank_that_exits_before_its_first_step_ends_the_start(mode: str) -> No
     assert not world.processes(), "its peers would wait for it forever"
 
 
+@pytest.mark.parametrize("step_seconds", [0.5, 40.0])
+def test_a_rank_without_steps_does_not_end_a_start_or_a_restart(step_seconds: float) -> None:
+    """Rank 3 generates what the others train with."""
+    seconds = 120.0
+    world = World(step_seconds=step_seconds, policy=Policy(start_timeout_seconds=seconds))
+    world.stepless = {3}
+    world.until(lambda: world.state == "running", seconds + 1.0)
+    world.run(seconds)
+    assert (world.state, world.generation) == ("running", 1)
+    world.crash(5)
+    world.until(lambda: world.generation == 2, 60.0)
+    world.until(lambda: world.state == "running", seconds + 1.0)
+    world.run(seconds)
+    assert (world.state, world.generation) == ("running", 2)
+
+
+def test_a_rank_that_hangs_at_the_start_while_the_others_finish_a_step_ends_it() -> None:
+    world = World(policy=Policy(start_timeout_seconds=120.0))
+    world.stepless = {3}
+    world.until(lambda: world.highest_step is not None)
+    world.detects = False
+    world.hang(3)
+    world.until(lambda: world.generation == 2, world.policy.start_timeout_seconds + 60.0)
+    audit = " ".join(f"{entry.verb} {entry.detail}" for entry in world.audit)
+    assert "Ranks 3 did not finish a step in time." in audit
+
+
 def test_a_start_that_failed_on_one_node_is_repeated_on_another() -> None:
     """An example is a spare without the shared mount: the whole job fits without it."""
     world = World()

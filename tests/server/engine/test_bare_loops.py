@@ -16,7 +16,8 @@ START_NS = 1_700_000_000_000_000_000
 MS = 1_000_000
 RANKS = 3
 
-Row = tuple[int, float, float]  # op, begin and end in ms since the start of its step
+# Op, begin and end in ms since the start of its step, and the sequence of a collective.
+Row = tuple[int, float, float] | tuple[int, float, float, int]
 
 
 class BareLoop:
@@ -90,11 +91,12 @@ class BareLoop:
         )
 
     def _record(self, rank: int, at: int, row: Row) -> bytes:
-        op, begin, end = row
+        op, begin, end, *sequence = row
         place = NONE_16, 0, self.step, NONE_32, NONE_32, 0
         start_ns = self.ends_ns[rank] + int(begin * MS)
         number = 100 * self.step + at
-        return RECORD.pack(number, op, 0, *place, 0, 0, start_ns, int((end - begin) * MS))
+        called = sequence[0] if sequence else 0
+        return RECORD.pack(number, op, 0, *place, 0, called, start_ns, int((end - begin) * MS))
 
 
 def step(compute: float, optimizer: float) -> list[Row]:
@@ -138,6 +140,39 @@ def test_the_steps_of_a_learner_count_if_its_actors_have_none() -> None:
         job.advance([step(300.0, 30.0)])
     assert job.step_seconds == pytest.approx(0.330)
     assert job.ledger.optimizer_seconds > 0.0
+
+
+@pytest.mark.parametrize("longer", ["generator", "compute", "network"])
+def test_steps_that_wait_longer_for_a_rank_without_steps_name_it(longer: str) -> None:
+    """Rank 2 generates what the others train with, and sends it to them in a collective."""
+    job = BareLoop()
+    found: list[Finding] = []
+    for number in range(140):
+        more = 300.0 if number >= 80 else 0.0
+        compute = 200.0 + more * (longer == "compute")
+        transfer = 20.0 + more * (longer == "network")
+        arrived = 500.0 + more * (longer != "network")
+        ended = arrived + transfer + job.chance.normal(0.0, 2.0)
+        received = (Op.BROADCAST, compute, ended, number + 1)
+        sent = (Op.BROADCAST, arrived, ended, number + 1)
+        learner: list[Row] = [(Op.OPTIMIZER, 0.0, 30.0), received, (Op.STEP, 0.0, ended)]
+        found += job.advance([learner, learner, [sent]])
+    slow = [finding for finding in found if finding.kind == "slower_steps"]
+    assert slow
+    assert slow[-1].slowdown == pytest.approx(820 / 520, rel=0.05)
+    assert slow[-1].onset_step == pytest.approx(80, abs=2)
+    if longer != "generator":
+        assert slow[-1].rank is None
+        assert "rank 2" not in slow[-1].summary
+        return
+    assert (slow[-1].rank, slow[-1].node) == (2, "node")
+    assert "mostly in waits for rank 2 (node), which has no steps of its own" in slow[-1].summary
+    assert (
+        slow[-1]
+        .evidence[0]
+        .text.startswith("waits for rank 2, which has no steps: 600 ms per step, 300 ms before")
+    )
+    assert slow[-1].profiles_wanted == [2]
 
 
 @pytest.mark.parametrize("ranks", [1, RANKS])

@@ -24,12 +24,15 @@ from paceline_server.decide.types import ActionView, NodeView, Phase, RankView
 from paceline_server.decide.wording import exit_text, join_names, join_numbers
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE
+from paceline_server.steps.assembly import STEPS_WITHOUT_A_RANK
 from paceline_wire.commands import Command, PreloadRanks, RankSpec, StartRanks
 
 _ERROR_CHARACTERS = 300
 # Ranks that lost a peer often end before it: so long a detector has to name the one that failed.
 _EXPLANATION_NS = 2_000_000_000
 OBSERVES = "All ranks are started; waiting for each to finish a step."
+# A rank that hangs at the start lets the others finish one step, if its collectives do not block.
+_STEPS_WHEN_LATE = 2
 # Phases without training, besides the wait for nodes.
 _PAUSES = ("stop", "launch", "start", "observe")
 
@@ -119,17 +122,17 @@ def advance_start(draft: Draft, action: ActionView) -> None:
 
 
 def advance_observe(draft: Draft, action: ActionView) -> None:
-    """Finish the action once every rank has finished a step."""
+    """Finish the action once every rank has finished a step, or is seen to have none."""
     if _fail_on_trouble(draft, action):
         return
-    steps = [rank.step for rank in draft.ranks if rank.step is not None]
+    steps = _newest_steps(draft)
     progress = progress_of(action)
     if _is_unobserved(draft, progress):
         finish_unobserved(draft, action)
         return
     if steps and progress.first_step is None:
         action = set_progress(draft, action, replace(progress, first_step=min(steps)))
-    if len(steps) == len(draft.ranks):
+    if _has_trained(draft, progress_of(action)):
         finish_start(draft, action)
 
 
@@ -208,11 +211,31 @@ def _resumed_step(draft: Draft, progress: ActionProgress) -> int | None:
     return first
 
 
+def _newest_steps(draft: Draft) -> list[int]:
+    return [rank.step for rank in draft.ranks if rank.step is not None]
+
+
+def _has_trained(draft: Draft, progress: ActionProgress) -> bool:
+    """Return whether every rank has finished a step.
+
+    A rank may have none, such as a generator or a parameter server: many steps of the others show
+    it, and at the deadline a few do. A rank that hangs stops them, or is found by its hang.
+    """
+    steps = _newest_steps(draft)
+    if len(steps) == len(draft.ranks):
+        return True
+    if not steps or progress.first_step is None:
+        return False
+    is_late = draft.now_ns > progress.deadline_ns
+    least = _STEPS_WHEN_LATE if is_late else STEPS_WITHOUT_A_RANK
+    return max(steps) - progress.first_step >= least
+
+
 def _fail_on_trouble(draft: Draft, action: ActionView) -> bool:
     """End the action if the new generation does not train; `propose` decides what follows."""
-    if all(rank.step is not None for rank in draft.ranks):
-        return False  # it has trained: what came afterwards is a failure of its own
     progress = progress_of(action)
+    if _has_trained(draft, progress):
+        return False  # what came afterwards is a failure of its own
     if _dead_ranks(draft) and not progress.exits_seen_ns:
         progress = replace(progress, exits_seen_ns=draft.now_ns)
         action = set_progress(draft, action, progress)

@@ -74,8 +74,9 @@ def _call_off(draft: Draft, action: ActionView, progress: ActionProgress, troubl
 
 def _may_stop(draft: Draft, saved_step: int) -> bool:
     """Return whether the checkpoint is behind all ranks, and the next one is not about to begin."""
-    finished = min(-1 if rank.step is None else rank.step for rank in draft.ranks)
-    if finished < saved_step:
+    # Ranks of a running job that have finished no step have none, as a generator.
+    finished = [rank.step for rank in draft.ranks if rank.step is not None]
+    if min(finished, default=-1) < saved_step:
         return False
     expected = expected_checkpoint(draft.view)
     return expected is None or expected.seconds > STOP_SECONDS

@@ -29,9 +29,12 @@ from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
 from paceline_server.detect.slow_line import LineSearch, SlowLine
+from paceline_server.detect.slower_steps.awaited_rank import AwaitedRank, AwaitedRanks
 from paceline_server.detect.slower_steps.report import (
     RESTART_ADVICE,
     advice,
+    advice_about,
+    awaited_evidence,
     duration,
     evidence,
     longer_part,
@@ -102,6 +105,7 @@ class _ReportedSlowdown(ReportedRise):
     blocks: _StepBlocks | None = None  # that contain the rise; None: the steps themselves do
     earlier: UsualStep | None = None  # with which this generation is compared
     was_long: bool = False  # when it was reported
+    awaited: AwaitedRank | None = None  # that explains it
     search: LineSearch = field(default_factory=LineSearch)
 
 
@@ -147,6 +151,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             for steps in BLOCKS_STEPS
         ]
         self._steps: deque[_Step] = deque(maxlen=KEPT)
+        self._awaited = AwaitedRanks(generation.topology.world_size)
         self._first: StepParts | None = None  # typical of the first steps
         self._former_levels: deque[float] = deque(maxlen=2 * USUAL_REPORTS)
         self._is_compared = False  # with the earlier generations
@@ -158,6 +163,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         for summary, timing in self.after_warmup(steps):
             if not timing.ranks.rank.size:
                 continue
+            self._awaited.add(timing.ranks.rank)
             parts = parts_of(summary, timing, self.generation.topology.world_size)
             started_ns, ended_ns = int(timing.ranks.start_ns.min()), int(timing.ranks.end_ns.max())
             self._steps.append(_Step(timing.step, started_ns, ended_ns, parts))
@@ -167,6 +173,8 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             self._find_rises()
             findings += self._explained(observation)
             findings += self._followed(timing.step, ended_ns, observation)
+        if len(self._steps) >= FIRST_STEPS:
+            self._awaited.measure(self._steps[-1].number, observation)
         if not self._is_compared and self._steps and observation.usual_step is not None:
             self._is_compared = True
             findings += self._compare(observation.usual_step, observation)
@@ -328,10 +336,15 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         """Return the verdict as of the newest step."""
         slowdown, now = self.slowdown(reported), self._now(reported)
         usual, cost = reported.before.seconds, cost_of(slowdown) or 0.0
+        awaited = reported.awaited = self._awaited_rank(reported, now, observation)
         diagnosis = self.diagnose(reported, slowdown, observation)
         reported.was_long = self._is_long(reported)
         part, share = longer_part(reported.before, now)
         mostly = f", mostly in {part}" if share >= 0.5 else ""
+        where = on_ranks(reported.before, now, part)
+        if awaited is not None:
+            name = self.generation.rank_text(awaited.rank)
+            mostly, where = f", mostly in waits for {name}, which has no steps of its own", ""
         onset = reported.finding.onset_step
         on_average = "" if reported.blocks is None else " on average"
         since = f"have taken {slowdown:.2f}x as long{on_average} since step {onset}"
@@ -340,14 +353,17 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         if reported.earlier is not None:
             number = reported.earlier.generation
             since = f"take {slowdown:.2f}x as long as in generation {number}"
+        advised = advice(part) if awaited is None else advice_about(awaited)
         line = self._line(reported, now, part) if diagnosis.cause == UNKNOWN else None
         return msgspec.structs.replace(
             reported.finding,
             cause=diagnosis.cause,
             causes=diagnosis.causes,
-            advice=diagnosis.advice or (RESTART_ADVICE if reported.earlier else advice(part)),
+            rank=None if awaited is None else awaited.rank,
+            node=None if awaited is None else self.generation.node(awaited.rank),
+            advice=diagnosis.advice or (RESTART_ADVICE if reported.earlier else advised),
             summary=(
-                f"Steps {since}{on_ranks(reported.before, now, part)} "
+                f"Steps {since}{where} "
                 f"({duration(usual * slowdown)}, {duration(usual)} before){mostly}, "
                 f"{because(diagnosis)}. This {cost_text(cost, slowdown)}."
                 + ("" if line is None else f" {line.sentence_about(None)}")
@@ -359,6 +375,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             speedup=slowdown,
             severity=self._severity(reported, diagnosis, observation),
             evidence=[
+                *([] if awaited is None else [awaited_evidence(awaited)]),
                 *evidence(reported.before, now),
                 *([] if line is None else [line.evidence]),
                 *diagnosis.evidence,
@@ -367,11 +384,22 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             profiles_wanted=reported.search.ranks,
         )
 
+    def _awaited_rank(
+        self, reported: _ReportedSlowdown, now: StepParts, observation: Observation
+    ) -> AwaitedRank | None:
+        """Return the rank without steps for which the others wait longer, if that explains it."""
+        more = now.seconds - reported.before.seconds
+        if reported.earlier is not None or more <= 0.0:
+            return None
+        return self._awaited.find(reported.finding.onset_step or 0, EXPLAINED * more, observation)
+
     def _line(
         self, reported: _ReportedSlowdown, now: StepParts, part: str | None
     ) -> SlowLine | None:
         """Return the Python line if it is known; begin to search for it."""
-        if reported.earlier is None:  # the script may have been another one
+        if reported.awaited is not None:
+            reported.search.begin_alone(reported.awaited.rank)
+        elif reported.earlier is None:  # the script may have been another one
             reported.search.of_workers = part == DATA
             leaders = self.generation.topology.stage_leaders
             reported.search.begin_alone(slowest(reported.before, now, leaders))
@@ -392,7 +420,12 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
     def diagnose(
         self, reported: _ReportedSlowdown, slowdown: float | None, observation: Observation
     ) -> Diagnosis:
-        """Return the cause that most nodes share, each compared with its own past."""
+        """Return the cause that most nodes share, each compared with its own past.
+
+        If the others wait for one rank, return the cause of that rank.
+        """
+        if reported.awaited is not None:
+            return self._of_rank(reported.awaited.rank, reported, observation)
         part, _ = longer_part(reported.before, self._now(reported))
         nodes = sorted(set(self.generation.nodes.values()))
         diagnosed = nodes[:: max(len(nodes) // NODES_DIAGNOSED, 1)]
@@ -414,6 +447,13 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             if one.cause != UNKNOWN and 2 * causes[one.cause] > len(found):
                 return one
         return Diagnosis()
+
+    def _of_rank(
+        self, rank: int, reported: _ReportedSlowdown, observation: Observation
+    ) -> Diagnosis:
+        onset_ns, onset_step = reported.onset_ns, reported.finding.onset_step
+        alone = replace(self.generation, nodes={rank: self.generation.nodes[rank]})
+        return diagnose(rank, onset_ns, onset_step, observation, alone)
 
     def _of_node(self, node: str) -> Generation:
         """Return the generation without other nodes: those have no other fate to compare with."""

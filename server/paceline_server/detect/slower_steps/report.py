@@ -8,6 +8,7 @@ import numpy as np
 
 from paceline_server.detect.finding import Evidence
 from paceline_server.detect.rank_list import ranks_text
+from paceline_server.detect.slower_steps.awaited_rank import AwaitedRank
 from paceline_server.detect.slower_steps.typical_step import (
     COLLECTION,
     COMPUTE,
@@ -25,6 +26,7 @@ WAITS_EXCEED = 0.4  # a part that grew by this share of the waits explains them
 ALSO_SLOWER = 0.5  # a rank is slower too if it grew by this share of the typical one
 
 _SCRIPT = "check what the script does since then: longer inputs, unfrozen layers, another phase"
+_AWAITED = "check what it does since then: longer inputs or outputs, another phase, its caches"
 _ADVICE: dict[str | None, str] = {
     COMPUTE: f"Compare clocks, power limits and temperatures with those before the onset, and "
     f"{_SCRIPT}.",
@@ -42,6 +44,22 @@ _OTHER_ADVICE = f"Profile one rank, and {_SCRIPT}."
 def advice(part: str | None) -> str:
     """Return what to check when this part of all steps became longer; None: not known."""
     return _ADVICE.get(part, _OTHER_ADVICE)
+
+
+def advice_about(awaited: AwaitedRank) -> str:
+    """Return what to check where the others wait for a rank without steps."""
+    return f"Profile rank {awaited.rank}, and {_AWAITED}."
+
+
+def awaited_evidence(awaited: AwaitedRank) -> Evidence:
+    now, before = awaited.seconds, awaited.seconds_before
+    return Evidence(
+        f"waits for rank {awaited.rank}, which has no steps: {duration(now)} per step, "
+        f"{duration(before)} before",
+        "step_seconds",
+        now,
+        before,
+    )
 
 
 def longer_part(before: StepParts, now: StepParts) -> tuple[str | None, float]:
