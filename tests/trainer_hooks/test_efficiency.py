@@ -23,6 +23,7 @@ from paceline_wire.ring import RingReader
 from paceline_wire.spans import MemoryKind, Op, Span, unpack
 
 IDS = torch.zeros(4, 16, dtype=torch.int64)
+IMAGES = [torch.ones(3, 8, 8 + size) for size in range(5)]
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
@@ -51,6 +52,13 @@ def values(spans: list[Span], op: Op) -> list[tuple[int, int]]:
         ({"text": ["a", "b"], "pixels": torch.ones(2, 3, 8, 8)}, 2, 0),
         (torch.zeros(4, 16, dtype=torch.uint8), 4, 0),
         (np.zeros((2, 8), np.int32), 2, 16),
+        ((IMAGES, [{"boxes": torch.ones(n, 4)} for n in range(5)]), 5, 0),
+        ((tuple(IMAGES), tuple([1, 2] for _ in IMAGES)), 5, 0),
+        ({"inputs": IMAGES[:1], "data_samples": [object()]}, 1, 0),
+        (IMAGES, 5, 0),
+        ([{"image": image, "height": 8} for image in IMAGES], 5, 0),
+        ([torch.ones(3, 8, 8), torch.ones(3, 8, 8)], 3, 0),
+        ((torch.nested.nested_tensor([IDS[0], IDS[1, :5]], layout=torch.jagged),), 2, 21),
         ("text", 0, 0),
         (None, 0, 0),
     ],
@@ -63,6 +71,13 @@ def test_samples_and_tokens_come_from_the_shapes_of_a_batch(
     assert (counter.samples, counter.tokens) == (samples, tokens)
     counter.add(batch)
     assert (counter.samples, counter.tokens) == (2 * samples, 2 * tokens)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_without_a_shape_is_counted() -> None:
+    counter = BatchCounter()
+    counter.add({"x": torch.nested.nested_tensor([IDS[0, :3], IDS[0, :5]])})
+    assert (counter.samples, counter.tokens) == (2, 8)
 
 
 def test_batches_of_an_evaluation_do_not_count(reader: RingReader) -> None:

@@ -9,14 +9,17 @@ TOKEN_KEYS = ("input_ids", "tokens", "inputs", "input")
 MOST_FAILURES = 8  # batches without a shape, after which nothing is counted
 _DEEPEST = 3  # nested dictionaries and lists
 _WIDEST = 16  # entries of each
+_CHANNELS = (1, 3, 4)  # of an image
 
 
 class BatchCounter:
     """The samples and tokens of the open step.
 
     Samples: the first dimension of the first tensor of a batch. Tokens: its elements, padding
-    included, if it has two dimensions and integers of at least two bytes. Only shapes are read, so
-    no device is accessed. What the script counts itself replaces this.
+    included, if it has two dimensions and integers of at least two bytes; a nested tensor has no
+    padding. Images of several sizes, which a batch of a detector holds in a list, are one sample
+    each. Only shapes are read, so no device is accessed. What the script counts itself replaces
+    this.
     """
 
     __slots__ = ("_failures", "_has_tokens", "_is_given", "_path", "samples", "source", "tokens")
@@ -69,12 +72,21 @@ class BatchCounter:
     def _count_at(self, path: tuple[Any, ...], batch: Any) -> tuple[int, int]:
         for key in path:
             batch = batch[key]
+        if isinstance(batch, list | tuple):
+            if not _are_images(batch):
+                raise LookupError("no images")
+            return len(batch), 0
+        if _is_nested(batch):
+            return batch.size(0), batch.values().numel() if self._has_tokens else 0
         shape = batch.shape
         return shape[0], shape[0] * shape[1] if self._has_tokens else 0
 
     def _learn(self, batch: Any) -> tuple[Any, ...]:
         """Find the counted tensor. Raises LookupError if the batch has no tensor with a shape."""
         path, tensor = _find(batch, 0)
+        if isinstance(tensor, list | tuple):
+            self._has_tokens, self.source = False, "samples from the images of each batch"
+            return path
         self._has_tokens = _is_tokens(tensor)
         name = f'"{path[-1]}"' if path and isinstance(path[-1], str) else "first tensor"
         what = "samples and tokens" if self._has_tokens else "samples"
@@ -83,10 +95,15 @@ class BatchCounter:
 
 
 def _find(value: Any, depth: int) -> tuple[tuple[Any, ...], Any]:
-    if getattr(value, "shape", None) and not hasattr(value, "keys"):
+    """Return the keys of the counted tensor, and it, or the images in its place."""
+    if _has_shape(value):
+        return (), value
+    if _are_images(value) and _differ(value):
         return (), value
     if depth < _DEEPEST:
         for key in _keys(value):
+            if _are_images(value[key]) and _has_another(value, value[key]):
+                return (key,), value[key]
             try:
                 path, tensor = _find(value[key], depth + 1)
             except LookupError:
@@ -102,9 +119,46 @@ def _keys(value: Any) -> list[Any]:
     return list(range(min(len(value), _WIDEST))) if isinstance(value, list | tuple) else []
 
 
+def _has_shape(value: Any) -> bool:
+    return _is_nested(value) or (bool(getattr(value, "shape", None)) and not hasattr(value, "keys"))
+
+
+def _is_nested(value: Any) -> bool:
+    """Return whether this is a nested tensor, which has no shape or one with unknown numbers."""
+    return bool(getattr(value, "is_nested", False))
+
+
+def _are_images(value: Any) -> bool:
+    """Return whether this is a list of images, or of dictionaries with one each."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(map(_is_image, value))
+
+
+def _is_image(value: Any) -> bool:
+    image: Any = value.get("image") if isinstance(value, dict) else value
+    if _is_nested(image) or not _has_shape(image):
+        return False
+    return len(image.shape) == 3 and image.shape[0] in _CHANNELS
+
+
+def _differ(images: Any) -> bool:
+    """Return whether it is sure that each is a sample: they have several sizes, or a dictionary."""
+    return isinstance(images[0], dict) or len({tuple(image.shape[1:]) for image in images}) > 1
+
+
+def _has_another(batch: Any, images: Any) -> bool:
+    """Return whether the batch has another list of as many, such as the boxes in each image."""
+    others = (batch[key] for key in _keys(batch))
+    return any(
+        isinstance(other, list | tuple) and other is not images and len(other) == len(images)
+        for other in others
+    )
+
+
 def _is_tokens(tensor: Any) -> bool:
     """Return whether a tensor or array holds token ids: two dimensions, integers, no bytes."""
-    if len(tensor.shape) != 2:
+    if (tensor.dim() if _is_nested(tensor) else len(tensor.shape)) != 2:
         return False
     if hasattr(tensor, "is_floating_point"):
         is_number = tensor.is_floating_point() or tensor.is_complex()

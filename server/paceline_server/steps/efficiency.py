@@ -137,7 +137,8 @@ def _model_flops(
             return None, f"{name} is given, but {work} are not counted: call paceline.count"
     if len(values.flops) == world_size:
         return _known(sum(values.flops.values()) * steps_per_second), None
-    give = _GIVE.format("flops_per_token", "COUNT_FLOPS=1")
+    counted = "token" if tokens_per_second else "sample" if samples_per_second else "step"
+    give = _GIVE.format(f"flops_per_{counted}", "COUNT_FLOPS=1")
     return None, f"the FLOPs of the model are not known: {give}"
 
 

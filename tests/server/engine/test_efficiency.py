@@ -317,6 +317,20 @@ def test_an_unknown_mfu_has_its_reason(metadata: dict[str, str], reason: str) ->
     assert found.mfu_unknown.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "samples", "counted"), [(64, 4, "token"), (0, 4, "sample"), (0, 0, "step")]
+)
+def test_an_unknown_mfu_asks_for_the_flops_of_what_is_counted(
+    tokens: int, samples: int, counted: str
+) -> None:
+    run = Run(Engine("job"), {"gpu_name": "NVIDIA H200"})
+    *spans, (op, begin, end, flags, *_) = rows(0, *HEALTHY)
+    spans.append((op, begin, end, flags, tokens, samples))
+    found = run.send([spans, spans], run.now_ns + end * MS).ledger.efficiency
+    assert found.mfu_unknown is not None
+    assert f"pass flops_per_{counted} to paceline.describe_model" in found.mfu_unknown
+
+
 def test_the_figures_survive_a_change_of_worker(run: Run) -> None:
     before = run.step(HEALTHY, HEALTHY).ledger
     heir = Engine("job", memory=run.engine.memory())
