@@ -9,7 +9,7 @@ TOKEN_KEYS = ("input_ids", "tokens", "inputs", "input")
 MOST_FAILURES = 8  # batches without a shape, after which nothing is counted
 _DEEPEST = 3  # nested dictionaries and lists
 _WIDEST = 16  # entries of each
-_CHANNELS = (1, 3, 4)  # of an image
+_CHANNELS = (1, 3, 4)  # channels of an image
 
 
 class BatchCounter:
@@ -95,7 +95,7 @@ class BatchCounter:
 
 
 def _find(value: Any, depth: int) -> tuple[tuple[Any, ...], Any]:
-    """Return the keys of the counted tensor, and it, or the images in its place."""
+    """Return the keys of the counted tensor or list of images, and the tensor or list."""
     if _has_shape(value):
         return (), value
     if _are_images(value) and _differ(value):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
+from paceline_server.decide import evidence
+from paceline_server.decide.draft import NANOSECONDS
 from paceline_server.decide.evidence import DUMP_GRACE_SECONDS, GRACE_SECONDS
 from paceline_server.detect.causes.catalog import PROCESS_STOPPED
 from paceline_server.detect.finding import Finding
@@ -163,20 +166,21 @@ def test_a_slow_rank_without_a_peer_is_sampled_for_longer(world: World) -> None:
     assert profiled(world) == [(world.home(5), [5], 30.0)]
 
 
-def test_the_first_rank_of_each_stage_is_sampled_each_hour_while_nothing_is_slow(
-    world: World,
+def test_the_first_rank_of_each_stage_is_sampled_again_while_nothing_is_slow(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(evidence, "USUAL_INTERVAL_NS", 600 * NANOSECONDS)
     world.last_step = 100_000
     first = [(world.home(rank), [rank], 30.0) for rank in (0, 4)]
     world.run(45.0)
     assert profiled(world) == [], "the first minute is often not typical"
     world.run(15.0)
     assert profiled(world) == first
-    world.run(3500.0)
+    world.run(500.0)
     assert profiled(world) == first
     slower = world.finding("slower_steps", cause="unknown", profiles_wanted=[1])
     world.tick((slower,))
-    world.run(3600.0)
+    world.run(600.0)
     asked = [*first, (world.home(1), [1], 30.0)]
     assert profiled(world) == asked
     world.tick((replace(slower, cleared=True),))
