@@ -609,8 +609,11 @@ class RunningGeneration:
         if state is None:
             return RankProgress(rank, step, None, None, None, "unknown")
         frame = state.view.frames[-1] if state.view.frames else None
+        status = state.view.status
+        if status == "starting" and self.model.has_no_steps(rank):
+            status = "running"  # as a generator: no step of its own begins
         if frame is None or rank in self._exited:
-            return RankProgress(rank, step, None, None, state.process_state, state.view.status)
+            return RankProgress(rank, step, None, None, state.process_state, status)
         seconds = (state.time_ns - state.clock_offset_ns - frame.start_ns) / 1e9
         return RankProgress(
             rank=rank,
@@ -618,7 +621,7 @@ class RunningGeneration:
             operation=operation_text(rank, frame, self.model.groups, self._sections),
             operation_seconds=max(seconds, 0.0),
             process_state=state.process_state,
-            status=state.view.status,
+            status=status,
         )
 
 

@@ -77,6 +77,10 @@ class Assembler:
         step = int(self._newest[rank])
         return None if step < 0 else step
 
+    def has_no_steps(self, rank: int) -> bool:
+        """Return whether the others finish steps without this rank."""
+        return self._closed is not None and int(self._newest[rank]) < 0
+
     @property
     def ranks_with_steps(self) -> int:
         """The number of ranks that have finished a step."""

@@ -99,6 +99,10 @@ class StepModel:
         """Return the newest step that this rank had finished at the last `take_finished`."""
         return self._assembler.newest_step(rank)
 
+    def has_no_steps(self, rank: int) -> bool:
+        """Return whether the steps of the job are those of other ranks."""
+        return self._assembler.has_no_steps(rank)
+
     def take_moved(self) -> list[int]:
         """Return the ranks that have finished a step since the last call."""
         return self._assembler.take_moved()

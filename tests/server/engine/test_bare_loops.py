@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
+from simulated_job import SimulatedJob
 
 from paceline_server.detect.finding import Finding
 from paceline_server.engine.engine import Engine
@@ -80,6 +82,20 @@ class BareLoop:
         self.ledger, self.step_seconds = outcome.ledger, outcome.step_seconds
         return outcome.findings
 
+    def statuses(self, reported: str) -> list[str]:
+        """Return the status of each rank if all report this one."""
+        now_ns = max(self.ends_ns)
+        state = SimulatedJob(seed=1).state(0, status=reported)
+        states = [
+            replace(state, time_ns=now_ns, job="job", generation=self.generation, rank=rank)
+            for rank in range(self.ranks)
+        ]
+        batch = Batch(
+            agent_id="node", boot_id="boot", sequence=0, packed_ns=now_ns, events=[*states]
+        )
+        self.engine.feed(batch, now_ns)
+        return [rank.status for rank in self.engine.tick(now_ns).progress]
+
     def _described(self, now_ns: int, metadata: dict[str, str]) -> RankDefined:
         return RankDefined(
             time_ns=now_ns,
@@ -136,10 +152,13 @@ def test_ranks_that_are_far_apart_in_their_steps_are_not_idle() -> None:
 
 def test_the_steps_of_a_learner_count_if_its_actors_have_none() -> None:
     job = BareLoop()
+    job.advance([step(300.0, 30.0)])
+    assert job.statuses("starting") == ["starting"] * 3, "the others may still begin"
     for _ in range(64):
         job.advance([step(300.0, 30.0)])
     assert job.step_seconds == pytest.approx(0.330)
     assert job.ledger.optimizer_seconds > 0.0
+    assert job.statuses("starting") == ["starting", "running", "running"]
 
 
 @pytest.mark.parametrize("longer", ["generator", "compute", "network"])
