@@ -10,6 +10,8 @@ from paceline_wire.local_token import state_directory
 
 DATABASE = "watch.db"
 RESULT = "result.json"  # see `watched.py`
+# Rings of the agent that was started with a server, whose trainings are in the file.
+RECORDED = "recorded"
 WANTED = f"{RESULT}.wanted"  # a command that an error ends waits for the result, see `result.py`
 
 

@@ -20,7 +20,8 @@ import click
 from paceline_cli.client import Client
 from paceline_cli.watch_directory import RESULT
 
-VARIABLE = "PACELINE_WATCH_RESULT"  # path of the file, for the process that prints the lines
+# For the process that prints the lines: path of the file, or the address of another server.
+VARIABLE = "PACELINE_WATCH_RESULT"
 _MOST_JOBS = 20
 _MOST_INCIDENTS = 20  # per job, the worst first
 _MOST_LINES = 3

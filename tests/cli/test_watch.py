@@ -360,12 +360,12 @@ def a_job(**problems: Any) -> dict[str, Any]:
     return {"job": "train", "created": time.time() + 60.0, "lines": []} | problems
 
 
-def ending(path: Path, error: str) -> subprocess.Popen[str]:
-    """Start a command with this result, which the error ends."""
+def ending(path: Path, error: str, server: str | None = None) -> subprocess.Popen[str]:
+    """Start a command with this result, or a server elsewhere, which the error ends."""
     program = f"import sys; sys.last_value = {error}; from paceline_autostart import result; "
     return subprocess.Popen(
         [sys.executable, "-c", program + "result.show_at_exit(lambda: False)"],
-        env=environment(path.parent, **{watched.VARIABLE: str(path)}),
+        env=environment(path.parent, **{watched.VARIABLE: server or str(path)}),
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -437,16 +437,35 @@ def test_the_last_lines_say_so_if_the_reason_is_not_known_in_time(
     )
 
 
-def test_only_one_task_of_a_job_step_prints_the_result(tmp_path: Path) -> None:
-    for task, prints in (("0", True), ("3", False)):
+def test_only_one_task_of_a_job_step_prints_the_result(tmp_path: Path, node: Path) -> None:
+    """A server that runs elsewhere keeps no result on this node: its address is printed."""
+    url = f"http://127.0.0.1:{free_port()}"
+    for task, printed in (("0", f"{url}\n"), ("3", "\n")):
         finished = watch(
-            *("--", "env"),
+            *("--", "sh", "-c", f"echo ${watched.VARIABLE}"),
             tmp_path=tmp_path,
-            PACELINE_AGENT_NODE_DIRECTORY="/proc/nowhere",
-            PACELINE_SERVER=f"http://127.0.0.1:{free_port()}",
+            PACELINE_AGENT_NODE_DIRECTORY=str(node),
+            PACELINE_SERVER=url,
             SLURM_PROCID=task,
         )
-        assert (f"{watched.VARIABLE}=" in finished.stdout) == prints, finished.stdout
+        assert finished.stdout == printed, finished.stderr
+    wait_until_ended(node)
+
+
+@pytest.mark.parametrize(
+    ("error", "printed"),
+    [
+        ('type("", (Exception,), {"failures": {}})()', "paceline: https://HOST shows why it ended"),
+        ("KeyboardInterrupt()", ""),
+        ("None", ""),
+    ],
+)
+def test_torchrun_prints_the_address_of_a_server_elsewhere(
+    tmp_path: Path, error: str, printed: str
+) -> None:
+    with ending(tmp_path / "result.json", error, "https://HOST") as command:
+        _, words = command.communicate(timeout=60)
+    assert words.strip() == printed
 
 
 def test_an_option_that_does_not_exist_is_no_program(tmp_path: Path) -> None:
@@ -520,11 +539,14 @@ def test_an_agent_runs_until_the_last_command_has_ended(tmp_path: Path, node: Pa
 def test_two_users_who_begin_at_the_same_time_have_a_server_each(
     tmp_path: Path, node: Path
 ) -> None:
+    words = [sys.executable, "-m", "paceline_cli", "watch", "--"]
+
     def start(user: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "paceline_cli", "watch", "--", "cat"],
+            [*words, "sh", "-c", f"echo ${watched.VARIABLE}; cat"],
             env=environment(tmp_path / user, PACELINE_AGENT_NODE_DIRECTORY=str(node / user)),
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -545,8 +567,8 @@ def test_two_users_who_begin_at_the_same_time_have_a_server_each(
             answer = httpx.get(f"{addresses[-1]}/api/v1/caller", headers=headers, timeout=60)
             assert answer.status_code == 200, "the server of another user"
         assert len(set(addresses)) == 2
-        one.communicate("")
-        other.communicate("")
+        results = [Path(process.communicate("")[0].strip()) for process in (one, other)]
+        assert [path.relative_to(tmp_path).parts[0] for path in results] == users
     for user in users:
         wait_until_ended(node / user)
 

@@ -3,7 +3,8 @@
 They are printed by the first process that imports torch, and not by those that it starts: by
 torchrun, also if a shell script calls it. If an error ends it, such as one of torchrun after a rank
 has failed, the reason may just be found: it waits some seconds for the end of the training. If no
-training was recorded, it says so.
+training was recorded, it says so. The problems of a server that runs elsewhere are not known here:
+after ranks have failed, torchrun prints its address.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-VARIABLE = "PACELINE_WATCH_RESULT"  # path of the file that `paceline_cli.watched` writes
+# Path of the file that `paceline_cli.watched` writes, or the address of another server.
+VARIABLE = "PACELINE_WATCH_RESULT"
 WANTED = ".wanted"  # suffix of the file that has the result written at once
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # not all print
 _NEW_SECONDS = 30.0  # a server rewrites the file every five seconds
@@ -41,8 +43,20 @@ def show_at_exit(is_rank: Callable[[], bool]) -> None:
         is_rank: returns whether this process is itself a rank. Then nobody knows of its end yet.
     """
     path = os.environ.pop(VARIABLE, None)
-    if path and all(os.environ.get(name, "0") == "0" for name in _RANKS):
+    if not path or any(os.environ.get(name, "0") != "0" for name in _RANKS):
+        return
+    if path.startswith(("http://", "https://")):
+        atexit.register(_show_server, path, os.getpid())
+    else:
         atexit.register(_show_at_exit, path, os.getpid(), time.time(), is_rank)
+
+
+def _show_server(address: str, pid: int) -> None:
+    """Print where the reason is shown, if this process is torchrun, whose ranks have failed."""
+    has_failed = hasattr(getattr(sys, "last_value", None), _FAILURES_OF_TORCHRUN)
+    if has_failed and os.getpid() == pid:  # not a forked child
+        with suppress(OSError):
+            sys.stderr.write(f"paceline: {address} shows why it ended\n")
 
 
 def _show_at_exit(path: str, pid: int, since: float, is_rank: Callable[[], bool]) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from paceline_cli import companions, render, watched
 from paceline_cli.client import without_proxy
 from paceline_cli.commands import incidents, jobs
 from paceline_cli.options import json_option, server_options
-from paceline_cli.watch_directory import DATABASE, RESULT, watch_directory
+from paceline_cli.watch_directory import DATABASE, RECORDED, RESULT, watch_directory
 from paceline_wire.address import SERVER_PORT, is_http_address
 from paceline_wire.local_token import (
     STATE_DIRECTORY,
@@ -177,11 +178,23 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
         ) from error
     with companions.locked(logs):  # srun starts several tasks of one node at the same time
         companions.register(logs, os.getpid())
-        if not any(environment.get(name, "0") != "0" for name in TASK_NUMBERS):
-            environment[watched.VARIABLE] = str(logs / RESULT)
-        return _found(environment, server, chosen) or _start(
+        shown = _found(environment, server, chosen) or _start(
             environment, server, token, chosen, logs
         )
+        if not any(environment.get(name, "0") != "0" for name in TASK_NUMBERS):
+            if _keeps_result(logs, environment):
+                environment[watched.VARIABLE] = str(logs / RESULT)
+            elif chosen or _responds(server):
+                environment[watched.VARIABLE] = server
+        return shown
+
+
+def _keeps_result(logs: Path, environment: dict[str, str]) -> bool:
+    """Return whether the agent that records was started with a server, which keeps the result."""
+    with suppress(OSError):
+        recorded = (logs / RECORDED).read_text(encoding="utf-8")
+        return recorded in map(str, _running_agents(environment))
+    return False
 
 
 def _found(environment: dict[str, str], server: str, chosen: bool) -> str | None:
@@ -251,6 +264,8 @@ def _start(
     if answer != companions.READY:
         raise NotRecordedError(answer or f"the agent did not start; see {logs}")
     environment[RING_DIRECTORY] = str(directory / RINGS)
+    recorded = environment[RING_DIRECTORY] if needs_server else ""
+    (logs / RECORDED).write_text(recorded, encoding="utf-8")
     started = "a server and an agent run" if needs_server else "an agent runs"
     afterwards = "; its result: paceline watch" if needs_server else ""
     return f"dashboard: {server} ({started} until the training ends{afterwards})"
