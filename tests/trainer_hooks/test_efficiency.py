@@ -26,6 +26,14 @@ IDS = torch.zeros(4, 16, dtype=torch.int64)
 IMAGES = [torch.ones(3, 8, 8 + size) for size in range(5)]
 
 
+class Graphs(dict[str, torch.Tensor]):
+    """A batch of graphs, whose tensors have a row for each node, as one of torch_geometric."""
+
+    def __init__(self, **attributes: int) -> None:
+        super().__init__(x=torch.ones(99, 8), edge_index=torch.ones(2, 400))
+        vars(self).update(attributes)
+
+
 class Texts(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 40
@@ -59,6 +67,8 @@ def values(spans: list[Span], op: Op) -> list[tuple[int, int]]:
         ([{"image": image, "height": 8} for image in IMAGES], 5, 0),
         ([torch.ones(3, 8, 8), torch.ones(3, 8, 8)], 3, 0),
         ((torch.nested.nested_tensor([IDS[0], IDS[1, :5]], layout=torch.jagged),), 2, 21),
+        (Graphs(_num_graphs=3), 3, 0),
+        ((Graphs(batch_size=7), torch.ones(7)), 7, 0),
         ("text", 0, 0),
         (None, 0, 0),
     ],

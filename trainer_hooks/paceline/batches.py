@@ -10,6 +10,9 @@ MOST_FAILURES = 8  # batches without a shape, after which nothing is counted
 _DEEPEST = 3  # nested dictionaries and lists
 _WIDEST = 16  # entries of each
 _CHANNELS = (1, 3, 4)  # channels of an image
+# Attributes with the number of samples: of graphs in a batch of torch_geometric, and of graphs of
+# DGL or of the seed nodes of a sampled graph of torch_geometric.
+_SAMPLE_COUNTS = ("_num_graphs", "batch_size")
 
 
 class BatchCounter:
@@ -18,8 +21,8 @@ class BatchCounter:
     Samples: the first dimension of the first tensor of a batch. Tokens: its elements, padding
     included, if it has two dimensions and integers of at least two bytes; a nested tensor has no
     padding. Images of several sizes, which a batch of a detector holds in a list, are one sample
-    each. Only shapes are read, so no device is accessed. What the script counts itself replaces
-    this.
+    each. A batch of graphs has their number. Only shapes and numbers of the host are read, so no
+    device is accessed. What the script counts itself replaces this.
     """
 
     __slots__ = ("_failures", "_has_tokens", "_is_given", "_path", "samples", "source", "tokens")
@@ -76,6 +79,8 @@ class BatchCounter:
             if not _are_images(batch):
                 raise LookupError("no images")
             return len(batch), 0
+        if (samples := _samples_of(batch)) is not None:
+            return samples, 0
         if _is_nested(batch):
             return batch.size(0), batch.values().numel() if self._has_tokens else 0
         shape = batch.shape
@@ -87,6 +92,9 @@ class BatchCounter:
         if isinstance(tensor, list | tuple):
             self._has_tokens, self.source = False, "samples from the images of each batch"
             return path
+        if _samples_of(tensor) is not None:
+            self._has_tokens, self.source = False, "samples that each batch reports"
+            return path
         self._has_tokens = _is_tokens(tensor)
         name = f'"{path[-1]}"' if path and isinstance(path[-1], str) else "first tensor"
         what = "samples and tokens" if self._has_tokens else "samples"
@@ -96,7 +104,7 @@ class BatchCounter:
 
 def _find(value: Any, depth: int) -> tuple[tuple[Any, ...], Any]:
     """Return the keys of the counted tensor or list of images, and the tensor or list."""
-    if _has_shape(value):
+    if _has_shape(value) or _samples_of(value) is not None:
         return (), value
     if _are_images(value) and _differ(value):
         return (), value
@@ -121,6 +129,12 @@ def _keys(value: Any) -> list[Any]:
 
 def _has_shape(value: Any) -> bool:
     return _is_nested(value) or (bool(getattr(value, "shape", None)) and not hasattr(value, "keys"))
+
+
+def _samples_of(value: Any) -> int | None:
+    """Return how many samples a batch says that it has, such as one of graphs."""
+    counts = (getattr(value, name, None) for name in _SAMPLE_COUNTS)
+    return next((count for count in counts if type(count) is int), None)
 
 
 def _is_nested(value: Any) -> bool:
