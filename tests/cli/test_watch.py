@@ -361,7 +361,7 @@ def a_job(**problems: Any) -> dict[str, Any]:
 
 
 def ending(path: Path, error: str, server: str | None = None) -> subprocess.Popen[str]:
-    """Start a command with this result, or a server elsewhere, which the error ends."""
+    """Start a command with this result, or an external server, which the error ends."""
     program = f"import sys; sys.last_value = {error}; from paceline_autostart import result; "
     return subprocess.Popen(
         [sys.executable, "-c", program + "result.show_at_exit(lambda: False)"],
@@ -438,7 +438,7 @@ def test_the_last_lines_say_so_if_the_reason_is_not_known_in_time(
 
 
 def test_only_one_task_of_a_job_step_prints_the_result(tmp_path: Path, node: Path) -> None:
-    """A server that runs elsewhere keeps no result on this node: its address is printed."""
+    """An external server keeps no result on this node: its address is printed."""
     url = f"http://127.0.0.1:{free_port()}"
     for task, printed in (("0", f"{url}\n"), ("3", "\n")):
         finished = watch(
@@ -460,7 +460,7 @@ def test_only_one_task_of_a_job_step_prints_the_result(tmp_path: Path, node: Pat
         ("None", ""),
     ],
 )
-def test_torchrun_prints_the_address_of_a_server_elsewhere(
+def test_torchrun_prints_the_address_of_an_external_server(
     tmp_path: Path, error: str, printed: str
 ) -> None:
     with ending(tmp_path / "result.json", error, "https://HOST") as command:

@@ -3,7 +3,7 @@
 They are printed by the first process that imports torch, and not by those that it starts: by
 torchrun, also if a shell script calls it. If an error ends it, such as one of torchrun after a rank
 has failed, the reason may just be found: it waits some seconds for the end of the training. If no
-training was recorded, it says so. The problems of a server that runs elsewhere are not known here:
+training was recorded, it says so. The problems that an external server finds are not known here:
 after ranks have failed, torchrun prints its address.
 """
 
