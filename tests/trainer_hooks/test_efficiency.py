@@ -66,6 +66,7 @@ def values(spans: list[Span], op: Op) -> list[tuple[int, int]]:
         (IMAGES, 5, 0),
         ([{"image": image, "height": 8} for image in IMAGES], 5, 0),
         ([torch.ones(3, 8, 8), torch.ones(3, 8, 8)], 3, 0),
+        ((torch.ones(4, 10, 32), torch.ones(4, 12, 32)), 4, 0),
         ((torch.nested.nested_tensor([IDS[0], IDS[1, :5]], layout=torch.jagged),), 2, 21),
         (Graphs(_num_graphs=3), 3, 0),
         ((Graphs(batch_size=7), torch.ones(7)), 7, 0),

@@ -157,8 +157,11 @@ def _is_image(value: Any) -> bool:
 
 
 def _differ(images: Any) -> bool:
-    """Return whether it is sure that each is a sample: they have several sizes, or a dictionary."""
-    return isinstance(images[0], dict) or len({tuple(image.shape[1:]) for image in images}) > 1
+    """Return whether it is sure that each is a sample: in a dictionary, or of another width.
+
+    Batches of sequences have their number of features there, which is the same for all.
+    """
+    return isinstance(images[0], dict) or len({image.shape[2] for image in images}) > 1
 
 
 def _has_another(batch: Any, images: Any) -> bool:

@@ -33,6 +33,7 @@ _EXPLANATION_NS = 2_000_000_000
 OBSERVES = "All ranks are started; waiting for each to finish a step."
 # A rank that hangs at the start lets the others finish one step, if its collectives do not block.
 _STEPS_WHEN_LATE = 2
+_DELIVERED_NS = 10_000_000_000  # by then the first steps of all ranks are received
 # Phases without training, besides the wait for nodes.
 _PAUSES = ("stop", "launch", "start", "observe")
 
@@ -225,6 +226,8 @@ def _has_trained(draft: Draft, progress: ActionProgress) -> bool:
     if len(steps) == len(draft.ranks):
         return True
     if not steps or progress.first_step is None:
+        return False
+    if draft.now_ns < progress.since_ns + _DELIVERED_NS:
         return False
     is_late = draft.now_ns > progress.deadline_ns
     least = _STEPS_WHEN_LATE if is_late else STEPS_WITHOUT_A_RANK

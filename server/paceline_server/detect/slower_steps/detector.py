@@ -452,7 +452,8 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         self, rank: int, reported: _ReportedSlowdown, observation: Observation
     ) -> Diagnosis:
         onset_ns, onset_step = reported.onset_ns, reported.finding.onset_step
-        alone = replace(self.generation, nodes={rank: self.generation.nodes[rank]})
+        nodes = {each: node for each, node in self.generation.nodes.items() if each == rank}
+        alone = replace(self.generation, nodes=nodes)
         return diagnose(rank, onset_ns, onset_step, observation, alone)
 
     def _of_node(self, node: str) -> Generation:
