@@ -170,7 +170,7 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         if found := _found(environment, server, chosen):
-            return found
+            return found[0]
         if error.filename is None:  # no home directory
             raise NotRecordedError(str(error)) from error
         raise NotRecordedError(
@@ -178,15 +178,13 @@ def _prepare(environment: dict[str, str], server: str, token: str | None, chosen
         ) from error
     with companions.locked(logs):  # srun starts several tasks of one node at the same time
         companions.register(logs, os.getpid())
-        shown = _found(environment, server, chosen) or _start(
+        line, dashboard = _found(environment, server, chosen) or _start(
             environment, server, token, chosen, logs
         )
-        if not any(environment.get(name, "0") != "0" for name in TASK_NUMBERS):
-            if _keeps_result(logs, environment):
-                environment[watched.VARIABLE] = str(logs / RESULT)
-            elif chosen or _responds(server):
-                environment[watched.VARIABLE] = server
-        return shown
+        result = str(logs / RESULT) if _keeps_result(logs, environment) else dashboard
+        if result and not any(environment.get(name, "0") != "0" for name in TASK_NUMBERS):
+            environment[watched.VARIABLE] = result
+        return line
 
 
 def _keeps_result(logs: Path, environment: dict[str, str]) -> bool:
@@ -197,8 +195,9 @@ def _keeps_result(logs: Path, environment: dict[str, str]) -> bool:
     return False
 
 
-def _found(environment: dict[str, str], server: str, chosen: bool) -> str | None:
-    """Return where the job is shown if an agent runs on this node, else None."""
+def _found(environment: dict[str, str], server: str, chosen: bool) -> tuple[str, str | None] | None:
+    """Return the line that says where the job is shown, and the address of the dashboard if it is
+    known; None: no agent runs on this node."""
     found = _running_agents(environment)
     if not found:
         return None
@@ -206,8 +205,9 @@ def _found(environment: dict[str, str], server: str, chosen: bool) -> str | None
         raise NotRecordedError(_which(found))
     if NODE_DIRECTORY in environment:
         environment[RING_DIRECTORY] = str(found[0])
-    where = f"; dashboard: {server}" if chosen or _responds(server) else ""
-    return f"recorded by the agent of this node, {found[0].parent.name}{where}"
+    dashboard = server if chosen or _responds(server) else None
+    where = f"; dashboard: {dashboard}" if dashboard else ""
+    return f"recorded by the agent of this node, {found[0].parent.name}{where}", dashboard
 
 
 def _which(rings: list[Path]) -> str:
@@ -224,8 +224,8 @@ def _running_agents(environment: dict[str, str]) -> list[Path]:
 
 def _start(
     environment: dict[str, str], server: str, token: str | None, chosen: bool, logs: Path
-) -> str:
-    """Start an agent, and a server unless there is one; return where the job is shown."""
+) -> tuple[str, str]:
+    """Start an agent, and a server unless there is one; return as `_found`."""
     needs_server = not chosen and not _accepts(server, token, environment)
     missing = [
         extra
@@ -268,7 +268,7 @@ def _start(
     (logs / RECORDED).write_text(recorded, encoding="utf-8")
     started = "a server and an agent run" if needs_server else "an agent runs"
     afterwards = "; its result: paceline watch" if needs_server else ""
-    return f"dashboard: {server} ({started} until the training ends{afterwards})"
+    return f"dashboard: {server} ({started} until the training ends{afterwards})", server
 
 
 def _accepts(server: str, token: str | None, environment: dict[str, str]) -> bool:

@@ -67,6 +67,11 @@ class Draft:
     def ended(self) -> bool:
         return self.state in ENDED
 
+    @property
+    def newest_steps(self) -> list[int]:
+        """The newest step of each rank that has finished one in this generation."""
+        return [rank.step for rank in self.ranks if rank.step is not None]
+
     def incidents(self) -> list[IncidentView]:
         """Return the unresolved incidents, oldest first."""
         return [incident for incident in self._incidents.values() if incident.state != "resolved"]

@@ -126,7 +126,7 @@ def advance_observe(draft: Draft, action: ActionView) -> None:
     """Finish the action once every rank has finished a step, or is seen to have none."""
     if _fail_on_trouble(draft, action):
         return
-    steps = _newest_steps(draft)
+    steps = draft.newest_steps
     progress = progress_of(action)
     if _is_unobserved(draft, progress):
         finish_unobserved(draft, action)
@@ -212,17 +212,13 @@ def _resumed_step(draft: Draft, progress: ActionProgress) -> int | None:
     return first
 
 
-def _newest_steps(draft: Draft) -> list[int]:
-    return [rank.step for rank in draft.ranks if rank.step is not None]
-
-
 def _has_trained(draft: Draft, progress: ActionProgress) -> bool:
     """Return whether every rank has finished a step.
 
     A rank may have none, such as a generator or a parameter server: many steps of the others show
     it, and at the deadline a few do. A rank that hangs stops them, or is found by its hang.
     """
-    steps = _newest_steps(draft)
+    steps = draft.newest_steps
     if len(steps) == len(draft.ranks):
         return True
     if not steps or progress.first_step is None:

@@ -75,8 +75,7 @@ def _call_off(draft: Draft, action: ActionView, progress: ActionProgress, troubl
 def _may_stop(draft: Draft, saved_step: int) -> bool:
     """Return whether the checkpoint is behind all ranks, and the next one is not about to begin."""
     # Ranks of a running job that have finished no step have none, as a generator.
-    finished = [rank.step for rank in draft.ranks if rank.step is not None]
-    if min(finished, default=-1) < saved_step:
+    if min(draft.newest_steps, default=-1) < saved_step:
         return False
     expected = expected_checkpoint(draft.view)
     return expected is None or expected.seconds > STOP_SECONDS

@@ -56,8 +56,8 @@ class AwaitedRanks:
         last_ns = self._measured_ns
         if last_ns is not None and 0 <= observation.now_ns - last_ns < MEASURED_EVERY_NS:
             return
+        self._measured_ns = observation.now_ns
         if waits := self._waits(0, observation):
-            self._measured_ns = observation.now_ns
             self._measured.append((newest, waits))
 
     def find(self, onset: int, increase: float, observation: Observation) -> AwaitedRank | None:

@@ -33,8 +33,6 @@ from paceline_server.detect.slower_steps.awaited_rank import AwaitedRank, Awaite
 from paceline_server.detect.slower_steps.report import (
     RESTART_ADVICE,
     advice,
-    advice_about,
-    awaited_evidence,
     duration,
     evidence,
     longer_part,
@@ -337,13 +335,14 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         slowdown, now = self.slowdown(reported), self._now(reported)
         usual, cost = reported.before.seconds, cost_of(slowdown) or 0.0
         awaited = reported.awaited = self._awaited_rank(reported, now, observation)
+        rank = None if awaited is None else awaited.rank
         diagnosis = self.diagnose(reported, slowdown, observation)
         reported.was_long = self._is_long(reported)
         part, share = longer_part(reported.before, now)
         mostly = f", mostly in {part}" if share >= 0.5 else ""
         where = on_ranks(reported.before, now, part)
-        if awaited is not None:
-            name = self.generation.rank_text(awaited.rank)
+        if rank is not None:
+            name = self.generation.rank_text(rank)
             mostly, where = f", mostly in waits for {name}, which has no steps of its own", ""
         onset = reported.finding.onset_step
         on_average = "" if reported.blocks is None else " on average"
@@ -353,15 +352,15 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
         if reported.earlier is not None:
             number = reported.earlier.generation
             since = f"take {slowdown:.2f}x as long as in generation {number}"
-        advised = advice(part) if awaited is None else advice_about(awaited)
         line = self._line(reported, now, part) if diagnosis.cause == UNKNOWN else None
         return msgspec.structs.replace(
             reported.finding,
             cause=diagnosis.cause,
             causes=diagnosis.causes,
-            rank=None if awaited is None else awaited.rank,
-            node=None if awaited is None else self.generation.node(awaited.rank),
-            advice=diagnosis.advice or (RESTART_ADVICE if reported.earlier else advised),
+            rank=rank,
+            node=self.generation.node(rank),
+            advice=diagnosis.advice
+            or (RESTART_ADVICE if reported.earlier else advice(part, awaited)),
             summary=(
                 f"Steps {since}{where} "
                 f"({duration(usual * slowdown)}, {duration(usual)} before){mostly}, "
@@ -375,8 +374,7 @@ class SlowerStepsDetector(Detector, RiseReports[_ReportedSlowdown]):
             speedup=slowdown,
             severity=self._severity(reported, diagnosis, observation),
             evidence=[
-                *([] if awaited is None else [awaited_evidence(awaited)]),
-                *evidence(reported.before, now),
+                *evidence(reported.before, now, awaited),
                 *([] if line is None else [line.evidence]),
                 *diagnosis.evidence,
             ],

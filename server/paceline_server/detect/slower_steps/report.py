@@ -41,25 +41,14 @@ RESTART_ADVICE = (
 _OTHER_ADVICE = f"Profile one rank, and {_SCRIPT}."
 
 
-def advice(part: str | None) -> str:
-    """Return what to check when this part of all steps became longer; None: not known."""
+def advice(part: str | None, awaited: AwaitedRank | None) -> str:
+    """Return what to check when this part of all steps became longer; None: not known.
+
+    `awaited`: the rank without steps that explains it, if there is one.
+    """
+    if awaited is not None:
+        return f"Profile rank {awaited.rank}, and {_AWAITED}."
     return _ADVICE.get(part, _OTHER_ADVICE)
-
-
-def advice_about(awaited: AwaitedRank) -> str:
-    """Return what to check where the others wait for a rank without steps."""
-    return f"Profile rank {awaited.rank}, and {_AWAITED}."
-
-
-def awaited_evidence(awaited: AwaitedRank) -> Evidence:
-    now, before = awaited.seconds, awaited.seconds_before
-    return Evidence(
-        f"waits for rank {awaited.rank}, which has no steps: {duration(now)} per step, "
-        f"{duration(before)} before",
-        "step_seconds",
-        now,
-        before,
-    )
 
 
 def longer_part(before: StepParts, now: StepParts) -> tuple[str | None, float]:
@@ -78,20 +67,29 @@ def longer_part(before: StepParts, now: StepParts) -> tuple[str | None, float]:
     return PARTS[first], float(more[first] / max(now.seconds - before.seconds, 1e-9))
 
 
-def evidence(before: StepParts, now: StepParts) -> list[Evidence]:
-    """Return the parts that became longer, those that grew most first."""
+def evidence(before: StepParts, now: StepParts, awaited: AwaitedRank | None) -> list[Evidence]:
+    """Return the parts that became longer, those that grew most first.
+
+    In front of them the waits for a rank without steps, if they explain it.
+    """
     more = now.parts - before.parts
     notable = NOTABLE * max(now.seconds - before.seconds, 0.0)
-    return [
-        Evidence(
-            f"{PARTS[part]}: {duration(now.parts[part])} per step, {duration(before.parts[part])}"
-            " before",
-            "step_seconds",
-            float(now.parts[part]),
-            float(before.parts[part]),
-        )
+    longer = [
+        (PARTS[part], now.parts[part], before.parts[part])
         for part in np.argsort(-more).tolist()
         if more[part] >= notable
+    ]
+    if awaited is not None:
+        what = f"waits for rank {awaited.rank}, which has no steps"
+        longer.insert(0, (what, awaited.seconds, awaited.seconds_before))
+    return [
+        Evidence(
+            f"{what}: {duration(seconds)} per step, {duration(earlier)} before",
+            "step_seconds",
+            float(seconds),
+            float(earlier),
+        )
+        for what, seconds, earlier in longer
     ]
 
 
